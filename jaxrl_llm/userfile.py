@@ -95,7 +95,7 @@ def read(path: Path, kind: str) -> str:
     try:
         content = path.read_bytes()
         _note(stands_for, content)
-        return content.decode().replace("\r\n", "\n")
+        return content.decode().replace("\r\n", "\n").replace("\r", "\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {kind} file {str(path)!r}: {error}") from error
 

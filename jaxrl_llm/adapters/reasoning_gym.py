@@ -20,7 +20,7 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.reward import UNGRADED, Reward
-from jaxrl_llm.tasks.python import confined
+from jaxrl_llm.tasks.python import confined, warn_of_reach
 from jaxrl_llm.tasks.task import Mapped, Prompt
 from jaxrl_llm.tasks.workers import Workers, serve
 
@@ -78,6 +78,7 @@ class ReasoningGym:
             raise UserError("these puzzles need reasoning-gym: pip install 'jaxrl_llm[gym]'")
         self.name, self._frame, self._read, self._seconds = name, frame, read, seconds
         module = "jaxrl_llm.adapters.reasoning_gym"
+        warn_of_reach()
         folder = tempfile.mkdtemp()
         weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
         self._workers = Workers(workers, module, name, json.dumps(settings), folder)
@@ -99,7 +100,7 @@ class ReasoningGym:
             return Reward(0.0, False, {"answered": 0.0})
         # the worker only waits
         reply = self._workers.ask([example.seed, answer, self._seconds], 10 * self._seconds)
-        if reply in ("", "late"):
+        if reply in ("", "unjudged"):
             return UNGRADED
         score = 0.0 if reply == "failed" else float(reply)
         return Reward(score, score == 1.0, {"answered": 1.0})
@@ -146,11 +147,17 @@ def _answer(seed: int, answer: str | None, seconds: float) -> str:
     name, settings, folder = sys.argv[1:]
     if answer is not None:
         made, entry = _entry(name, settings, seed)
-        mark = secrets.token_hex()  # what evaluates the answer prints too, and does not know it
-        judge = lambda: print(f"\n{mark}{float(made.score_answer(answer, entry))!r}")
+        mark = secrets.token_hex()  # what is evaluated may print too, and does not know it
+
+        def judge() -> None:
+            print(f"\n{mark}", flush=True)
+            print(f"\n{mark}{float(made.score_answer(answer, entry))!r}")
+
         said, why = confined(judge, folder, seconds, _SLOWER * seconds, _MEMORY)
-        _, judged, score = said.rpartition(mark)
-        return "late" if "took more" in why else score.strip() if judged else "failed"
+        _, *scores = said.split(mark)  # none where it did not come to judging
+        if not scores or "took more" in why:
+            return "unjudged"
+        return scores[1].strip() if len(scores) == 2 else "failed"
     try:
         entry = _entry(name, settings, seed)[1]
     except Exception as error:  # what generators raise, and the package for a wrong name

@@ -214,7 +214,8 @@ class TokenTask:
             assert reward is not None
             return reward
         [said] = [response] if isinstance(response, str) else response
-        said = self.tokenizer.opened(self.ask(example)) + said
+        prompt = self.ask(example)
+        said = self.tokenizer.opened(prompt, self.tokenizer.prompt(prompt)) + said
         [reward] = score_responses(self.task, [example], [said], self.settings)
         return reward
 
@@ -231,7 +232,7 @@ class TokenTask:
         # a thought that the prompt has begun is one of the response: its tries are no answers
         texts = [
             [
-                self.tokenizer.opened(prompt) + self.tokenizer.decode(x.tokens)
+                self.tokenizer.opened(prompt, x.prompt) + self.tokenizer.decode(x.tokens)
                 for x in group.trajectories
             ]
             for group, prompt in zip(groups, map(self.ask, examples), strict=True)

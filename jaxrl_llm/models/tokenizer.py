@@ -15,7 +15,7 @@ from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.models import hf
 
 PAD, EOS = "<pad>", "<eos>"
-_THINK = "<think>"
+THINK = "<think>"
 
 
 @runtime_checkable
@@ -114,21 +114,14 @@ class Tokenizer:
         said = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
         return self.turns(said, add_generation_prompt=True)
 
-    def opened(self, prompt: str | Sequence[Mapping[str, str]]) -> str:
-        """The beginning of a response to this prompt that the chat template has written: `<think>`, or nothing.
+    def opened(self, prompt: str | Sequence[Mapping[str, str]], tokens: Sequence[int]) -> str:
+        """The beginning of a response that the chat template has written: `<think>`, or nothing.
 
-        A text that goes by no template is the task's, which knows how it ends.
+        `tokens` are what the response follows, by this prompt. A text that goes by no template is the
+        task's, which knows how it ends.
         """
         plain = isinstance(prompt, str) and not self.chats
-        return "" if plain else self._opened
-
-    @cached_property
-    def _opened(self) -> str:
-        try:
-            asked = self.turns([{"role": "user", "content": "a"}], add_generation_prompt=True)
-        except UserError:
-            return ""
-        return _THINK * self.decode(asked[-9:], False).rstrip().endswith(_THINK)
+        return THINK * (not plain and self.decode(tokens[-9:], False).rstrip().endswith(THINK))
 
     def turns(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
         """Token ids of messages by the chat template, to which `settings` go; else a UserError."""

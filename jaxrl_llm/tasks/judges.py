@@ -42,7 +42,7 @@ _TAG = re.compile(r"<(?=/?\s*(?:response|reference|question)\b)", re.IGNORECASE)
 _SCORE = re.compile(r"score(?:\s*\([^)]*\))?\W{0,6}(\d+(?:\.\d+)?)", re.IGNORECASE)
 _RANKING = re.compile(r"ranking\W{0,6}(\d+(?:[\s,>]+\d+)*)", re.IGNORECASE)
 _SHOWN = 10  # of the answers that are right
-_HERE = ("localhost", "127.0.0.1", "::1")
+HERE = ("localhost", "127.0.0.1", "::1")
 _LATER = (408, 409, 425, 429, 500, 502, 503, 504)  # answers after which it is asked again
 
 
@@ -74,7 +74,7 @@ class Judge:
         key = os.environ.get(KEY)
         self._client = httpx.Client(
             headers={"Authorization": f"Bearer {key}"} if key else {},
-            trust_env=parts.hostname not in _HERE,  # no proxy leads to this host
+            trust_env=parts.hostname not in HERE,  # no proxy leads to this host
         )
         self._lock = threading.Lock()
         self._answers = _read(cache) if cache and cache.exists() else {}

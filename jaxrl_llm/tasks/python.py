@@ -88,9 +88,7 @@ def interpreter(
 
     @cache
     def started() -> Workers:
-        if not (_MACHINE and _landlock()):
-            reached = "files" if _MACHINE else "files and network"
-            logger.warning("the model's programs can reach %s on this system", reached)
+        warn_of_reach()
         folder = tempfile.mkdtemp()
         weakref.finalize(python, _delete, folder)  # of two, the later one is called first
         return Workers(workers, "jaxrl_llm.tasks.python", folder)
@@ -114,6 +112,13 @@ def interpreter(
 
 
 python = interpreter()
+
+
+def warn_of_reach() -> None:
+    """Logs what this system does not refuse to what a model wrote."""
+    if not (_MACHINE and _landlock()):
+        reached = "files" if _MACHINE else "files and network"
+        logger.warning("the model's programs can reach %s on this system", reached)
 
 
 def _landlock() -> int:
@@ -213,7 +218,10 @@ def _limit(seconds: float, memory: int, folder: str) -> None:
     """Limits this process, for good."""
     limits = _LIMITS | ({"AS": memory} if sys.platform == "linux" else {})
     for name, most in limits.items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
+        kind = getattr(resource, f"RLIMIT_{name}")
+        hard = resource.getrlimit(kind)[1]
+        most = most if hard == resource.RLIM_INFINITY else min(most, hard)
+        resource.setrlimit(kind, (most, most))
     whole = int(-(-seconds // 1))
     resource.setrlimit(resource.RLIMIT_CPU, (whole, whole + 1))  # the first signal says why
     if _MACHINE:
@@ -255,9 +263,10 @@ def _refuse_calls(architecture: int, column: int) -> None:
     for call in zip(words, words, words, strict=True):
         then = [allow]
         if place := _OPENS.get(call[0]):  # Landlock sees no emptying before its third version
-            empties = os.O_TRUNC | os.O_RDONLY
             then = [(load, 0, 0, place), (mask, 0, 0, os.O_TRUNC | os.O_ACCMODE)]
-            then += [(equal, 0, 1, empties), refuse, allow]
+            for mode in (os.O_RDONLY, os.O_ACCMODE):  # the latter is neither, and asked of nobody
+                then += [(equal, 0, 1, os.O_TRUNC | mode), refuse]
+            then.append(allow)
         elif commands := _COMMANDS.get(call[0]):
             known = [line for one in commands for line in ((equal, 0, 1, one), allow)]
             then = [(load, 0, 0, 24), *known, refuse]

@@ -1,7 +1,6 @@
 """A table of questions as a task: prompts for a chat model, a weighted sum of rewards."""
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
@@ -77,10 +76,9 @@ class Questions:
         score = sum(self.terms[name][1] * part.score for name, part in parts.items())
         if len(scored) > 1:
             fields = {name: part.score for name, part in parts.items()}
-            often = Counter(key for part in parts.values() for key in part.fields)
             for name, part in parts.items():
-                named = {key: f"{name}_{key}" if often[key] > 1 else key for key in part.fields}
-                fields |= {named[key]: x for key, x in part.fields.items() if key not in self.terms}
+                kept = {key: x for key, x in part.fields.items() if key not in self.terms}
+                fields |= {f"{name}_{key}": x for key, x in kept.items()}
         else:
             fields = next(iter(parts.values())).fields
         checked = all(part.graded for part in parts.values())
@@ -235,7 +233,7 @@ def _files(source: str, test: str) -> tuple[list[Path], list[Path]]:
         trained = data.require(split or "train")
         kinds = ("test", "dev", "validation")
         like = [split.replace("train", kind) for kind in kinds] if "train" in split else kinds
-        held = [] if test else data.find(*like)  # test_sft beside train_sft
+        held = [] if test else data.find(*like) or data.find(*kinds)  # test_sft beside train_sft
     if test and tables.is_local(test):
         held = [Path(test)]
     elif test:

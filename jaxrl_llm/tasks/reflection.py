@@ -153,7 +153,8 @@ class _Graded:
         self._task, self._example, self._tokenizer = task, example, tokenizer
 
     def step(self, tokens: Sequence[int]) -> Step:
-        opened = self._tokenizer.opened(self._task.prompt(self._example))
+        prompt = self._task.prompt(self._example)
+        opened = self._tokenizer.opened(prompt, self._tokenizer.prompt(prompt))
         return None, self._task.reward(self._example, opened + self._tokenizer.decode(tokens))
 
 

@@ -329,7 +329,7 @@ def answer_of(row: Row, wanted: str = "") -> Any:
         return [answer, *truths(aliases)] if aliases else answer
     except UserError:
         last = messages[-1] if isinstance(messages, list | tuple) and messages else {}
-        if not wanted and last.get("role") == "assistant":
+        if not wanted and isinstance(last, Mapping) and last.get("role") == "assistant":
             return last["content"]
         raise
 

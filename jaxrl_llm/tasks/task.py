@@ -355,8 +355,12 @@ class Episodes:
 
     def finish(self, index: int) -> None:
         """Ends the environment of an episode that is over: it may hold processes."""
-        if index in self._environments:  # in a thread, since it may wait for what it ends
-            in_background(partial(self._environments.pop, index, None))
+
+        def drop() -> None:  # nothing is returned: it ends in this thread, as it may wait for that
+            self._environments.pop(index, None)
+
+        if index in self._environments:
+            in_background(drop)
 
     def __call__(
         self, index: int, tokens: Sequence[int] | None, logps: Sequence[float] = ()
@@ -390,10 +394,10 @@ class Episodes:
         return reply
 
     def _step(self, index: int, tokens: list[int] | None, logps: list[float]) -> Any:
-        if index not in self._environments:
-            made = self._task.environment(self._examples[index], self._tokenizer)
-            self._environments[index] = made
-        environment = self._environments[index]
+        environment = self._environments.get(index)
+        if environment is None:
+            environment = self._task.environment(self._examples[index], self._tokenizer)
+            self._environments[index] = environment
         if tokens is None:
             if not isinstance(environment, Begins):
                 raise TypeError("its prompt is Hidden, and its environment has no begin()")

@@ -216,8 +216,7 @@ class Toolbox:
     def read(self, tokenizer: Tokenizer, turn: str, after: Sequence[int] = ()) -> list[Call]:
         """The calls of a turn after these tokens, with which a thought may have begun."""
         there, form = _template(tokenizer)
-        opened = tokenizer.decode(after[-9:]).rstrip().endswith("<think>")
-        turn = "<think>" * opened + turn
+        turn = tokenizer.opened((), after) + turn
         return (self.form or form or (hermes if there else words))(turn)
 
     def replied(
@@ -306,7 +305,7 @@ class WithTools:
     def environment(self, example: Any, tokenizer: Tokenizer) -> "_Turns":
         join = "\n".join if self.whole else lambda said: said[-1]
         reward, asked = lambda said: self.task.reward(example, join(said)), self.prompt(example)
-        opened = tokenizer.opened(asked.prompt)
+        opened = partial(tokenizer.opened, asked.prompt)
         return _Turns(self.tools, tokenizer, reward, asked, tokenizer.prompt(asked), opened)
 
 
@@ -319,14 +318,14 @@ class _Turns:
     reward: Callable[[list[str]], Reward]
     prompt: Said
     context: Sequence[int]  # what the turn follows
-    opened: str  # what the template has begun of each turn
+    opened: Callable[[Sequence[int]], str]  # what the template has begun of a turn after these
     turns: list[str] = field(default_factory=list)
     calls: int = 0
     wrong: int = 0
 
     def step(self, tokens: Sequence[int]) -> Step | Awaitable[Callable[[], Step]]:
         turn = self.tokenizer.decode(tokens)
-        self.turns.append(self.opened + turn)
+        self.turns.append(self.opened(self.context) + turn)
         ended = len(tokens) > 0 and tokens[-1] in self.tokenizer.stops
         calls = self.tools.read(self.tokenizer, turn, self.context) if ended else []
         made = calls[: self.tools.calls]

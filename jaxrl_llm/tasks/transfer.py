@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import replace
 from random import Random
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -13,6 +14,7 @@ from jaxrl_llm.background import once
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.reward import Reward
+from jaxrl_llm.tasks.judges import HERE
 from jaxrl_llm.tasks.mixture import check_single
 from jaxrl_llm.tasks.task import Demonstrator, Prompt, Task, TeacherPrompter, as_text
 
@@ -59,12 +61,12 @@ class Transfer:
             return graded
         receiver = self._receiver()
         prompt, begun = self.prompt(example), dict[int, Sequence[int]]()
-        opened = receiver.tokenizer.opened(prompt)
+        asked = receiver.tokenizer.prompt(prompt)
+        opened = receiver.tokenizer.opened(prompt, asked)
         for i, text in enumerate(responses):
             with suppress(UserError):  # the receiver has no token for it: nothing to go on from
                 said = text.removeprefix(opened)
                 begun[i] = self.begun(prompt, i, receiver.tokenizer.encode(said))
-        asked = receiver.tokenizer.prompt(prompt)
         whole = receiver.go_on(asked, [*begun.values()]) if begun else []
         passed = {
             i: self.task.reward(example, opened + x) for i, x in zip(begun, whole, strict=True)
@@ -93,7 +95,8 @@ def served(
     """A model at a server that completes token ids, as vLLM's `/v1/completions`; it decodes greedily."""
     key = os.environ.get(KEY)
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    client = httpx.Client(headers=headers, timeout=seconds, trust_env=False)
+    past_proxies = urlsplit(url).hostname in HERE
+    client = httpx.Client(headers=headers, timeout=seconds, trust_env=not past_proxies)
 
     def go_on(prompt: Sequence[int], begun: Sequence[Sequence[int]]) -> list[str]:
         body = {

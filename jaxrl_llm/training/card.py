@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import jaxrl_llm
 from jaxrl_llm import storage
@@ -90,8 +91,8 @@ def _named(value: Any) -> Any:
     if not isinstance(value, str):
         return value
     if "://" in value:
-        scheme, _, rest = value.partition("://")
-        return f"{scheme}://.../{Path(rest.partition('?')[0]).name}"
+        parts = urlsplit(value)
+        return f"{parts.scheme}://.../{Path(parts.path).name}"
     return Path(value).name if value[:1] in "/~." else value
 
 

@@ -397,7 +397,7 @@ class RunFolder:
         best = lambda: there.best or steps[-1]  # of which processes may have other views
         chosen = distributed.from_first(best) if step is None else step
         if chosen not in steps:
-            raise UserError(f"{self.path} has no checkpoint of step {step}, only of {steps}")
+            raise UserError(f"{self.path} has no checkpoint of step {chosen}, only of {steps}")
         try:
             return chosen, read(there, chosen)
         except DamageError as error:

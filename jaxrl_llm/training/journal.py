@@ -112,6 +112,7 @@ class Journal:
             on_record,
         )
         self.records = read(folder) if records is None else records
+        self._synced = len(self.records)
         self._loggers: Loggers | None = None
 
     def __enter__(self) -> Self:
@@ -140,6 +141,7 @@ class Journal:
             storage.write(path, b"".join(files[path]))
         for path in {*_parts(self.folder)} - {*files}:
             storage.remove(path)
+        self._synced = len(self.records)
         from jaxrl_llm.training.loggers import Loggers  # which no other command needs
 
         self._loggers = Loggers(self.folder, after + 1 if before else None)
@@ -163,9 +165,11 @@ class Journal:
 
     def sync(self) -> None:
         """Syncs the records to disk, so that no checkpoint saved after this is ahead of them."""
-        newest = _part(self.folder, max(0, len(self.records) - 1))
-        if self._writes and newest.exists():
-            storage.sync(newest)
+        # parts that were written since the last time; those before may be gone from a mirror
+        parts = {_part(self.folder, i): None for i in range(self._synced, len(self.records))}
+        for part in parts if self._writes else ():
+            storage.sync(part)
+        self._synced = len(self.records)
 
     def say(self, text: Any, style: str | None = None) -> None:
         """Prints a line or a table on the terminal."""

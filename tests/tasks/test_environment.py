@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import re
+import threading
 import time
 import weakref
 from concurrent.futures import Future
@@ -229,7 +230,7 @@ def test_an_environment_ends_with_its_response_and_not_with_all():
 
     class Turns:
         def __init__(self, example):
-            weakref.finalize(self, ended.append, example)
+            weakref.finalize(self, lambda: ended.append((example, threading.get_ident())))
 
         def step(self, tokens):
             return [1, 2], Reward(0.5, False)
@@ -245,7 +246,9 @@ def test_an_environment_ends_with_its_response_and_not_with_all():
     until = time.monotonic() + 60
     while not ended and time.monotonic() < until:
         time.sleep(0.01)
-    assert ended == [2]
+    [(example, thread)] = ended
+    assert example == 2
+    assert thread != threading.get_ident()  # who asks servers may not wait for it
     made[3].set_result(Trajectory([1], [1], [0.0]))
     assert [one.score for one in groups[1].group().rewards] == [0.5, 0.5]
     for one in groups:

@@ -280,7 +280,7 @@ def test_what_may_be_read_cannot_be_emptied(tool):
         file.flush()
         opened = f"os.open({file.name!r}, os.O_RDONLY"
         assert tool(f"import os\nprint(os.read({opened}), 9))") == "b'kept'"
-        for flags in ("O_TRUNC", "O_TRUNC | os.O_CREAT", "O_TRUNC | os.O_CLOEXEC"):
+        for flags in ("O_TRUNC", "O_TRUNC | os.O_CREAT", "O_TRUNC | os.O_CLOEXEC", "O_TRUNC | 3"):
             assert "Error" in tool(f"import os\n{opened} | os.{flags})")
         file.seek(0)
         assert file.read() == "kept"

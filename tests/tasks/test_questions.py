@@ -294,6 +294,7 @@ def test_files_that_hold_no_questions_are_refused_in_a_line(tmp_path, file, cont
     ("row", "settings", "said"),
     [
         ({"text": "q", "answer": "1"}, {}, "row 0: no problem or .* among text, answer: .*--prompt-column"),
+        ({"question": "q", "messages": ["a", "b"]}, {}, "row 0: no answer or"),
         ({"question": "q"}, {}, "row 0: no answer or .* among question: name the column by --answer-column"),
         ({"question": "q", "answer": "1"}, {"answer_column": "truth"}, "row 0: no truth among question, answer"),
         ({"question": "q", "answer": "1"}, {"prompt_column": "x"}, "row 0: no x among question"),
@@ -360,6 +361,7 @@ def hub(monkeypatch, folder, files):
         ([*(f"data/{one}_{part}-00000-of-00001.parquet" for one in ("train", "test") for part in ("sft", "gen")),
           "data/train_sft-00001-of-00002-0f0f0f0f0f0f0f0f.parquet"], "us/set::train_sft", [6, 3]),
         (["auxiliary_train.jsonl", "train.jsonl"], "us/set", [2, 1]),
+        (["all/auxiliary_train.jsonl", "all/test.jsonl"], "us/set:all:auxiliary_train", [3, 3]),
         (["gsm8k_train.jsonl"], "us/set", [2, 1]),
         (["gsm_train_part1.jsonl", "gsm_train_part2.jsonl"], "us/set", [5, 1]),
     ],
@@ -605,7 +607,7 @@ def test_a_thought_that_the_template_has_begun_is_one(wrapped):
         for text, right in (("B", not begun), ("B</think>A", False), ("A</think>B", True)):
             assert graded.try_reward(asked, text).correct == right
             if wrapped is None:
-                said = Trajectory(prompt=[], tokens=words.encode(text), logps=[])
+                said = Trajectory(words.prompt(prompt), words.encode(text), [])
                 [[one]] = (group.rewards for group in graded.grade([Group(asked, (said,))]))
                 assert one.correct == right
 

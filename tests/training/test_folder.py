@@ -848,6 +848,7 @@ def test_a_card_tells_of_no_machine_and_of_no_start_that_nobody_graded(opening, 
         "reward": ["/home/ada/secret/mine.py:score", "math"],
         "judge": "http://ada:sk@judge.internal:8000/v1?key=sk",
         "tests": {"a": "/home/ada/a.jsonl", "b": "gs://bucket/b.jsonl"},
+        "others": ["http://judge.internal:8000", "gs://bucket", "http://ada@judge.internal/"],
     }
     record.write(run, record.read(run) | {"flags": flags})
     figures = {"accuracy": 0.5, "accuracy_low": 0.4, "accuracy_high": 0.6, "score": 1.0}

@@ -604,10 +604,13 @@ def test_the_part_that_is_written_is_synced(tmp_path, opened, monkeypatch):
     log = opened()
     for step in range(5):
         log.record(step, "reinforce", {"reward": 1.0})
-    (tmp_path / "metrics.jsonl").unlink()
     synced.clear()
     log.sync()
-    assert synced == ["metrics-2.jsonl"]
+    assert synced == ["metrics.jsonl", "metrics-1.jsonl", "metrics-2.jsonl"]
+    (tmp_path / "metrics.jsonl").unlink()
+    log.record(5, "reinforce", {"reward": 1.0})
+    log.sync()
+    assert synced[3:] == ["metrics-2.jsonl"]
 
 
 def test_parts_of_records_are_one_file_in_a_folder(tmp_path, opened, monkeypatch):
