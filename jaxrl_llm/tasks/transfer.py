@@ -61,13 +61,13 @@ class Transfer:
             return graded
         receiver = self._receiver()
         prompt, begun = self.prompt(example), dict[int, Sequence[int]]()
-        asked = receiver.tokenizer.prompt(prompt)
-        opened = receiver.tokenizer.opened(prompt, asked)
+        tokens = receiver.tokenizer.prompt(prompt)
+        opened = receiver.tokenizer.opened(prompt, tokens)
         for i, text in enumerate(responses):
             with suppress(UserError):  # the receiver has no token for it: nothing to go on from
                 said = text.removeprefix(opened)
                 begun[i] = self.begun(prompt, i, receiver.tokenizer.encode(said))
-        whole = receiver.go_on(asked, [*begun.values()]) if begun else []
+        whole = receiver.go_on(tokens, [*begun.values()]) if begun else []
         passed = {
             i: self.task.reward(example, opened + x) for i, x in zip(begun, whole, strict=True)
         }
