@@ -1,5 +1,6 @@
 """`jaxrl-llm eval`: accuracy of a run's policy on its test examples or on published problems."""
 
+import hashlib
 import logging
 from typing import Any
 
@@ -10,7 +11,7 @@ from jaxrl_llm.learning.evaluate import Result
 from jaxrl_llm.tasks.math.records import Problem, Suite, suite, without
 from jaxrl_llm.tasks.math.task import MathTask
 from jaxrl_llm.training import record, tables, terminal
-from jaxrl_llm.training.components import DATA, TESTED, Components, Prompted, askable, checksum
+from jaxrl_llm.training.components import DATA, TESTED, Components, Prompted, add, askable
 from jaxrl_llm.training.folder import RunFolder
 from jaxrl_llm.training.leaving import Stop
 
@@ -124,8 +125,8 @@ def _examples(
 
 
 def _warn_of_other_data(folder: RunFolder, tested: Prompted[Any]) -> None:
-    was, now = record.read(folder.path)["given"].get(TESTED), checksum(tested)
-    if was not in (None, now):
+    add(tested, now := hashlib.sha256())
+    if record.read(folder.path)["given"].get(TESTED) not in (None, now.hexdigest()):
         logger.warning(
             "the test data are not as they were when %s was started: its other figures are of others",
             folder.path,

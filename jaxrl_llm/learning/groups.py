@@ -229,20 +229,18 @@ class TokenTask:
         if all(one.reward is not None for one in trajectories(groups)):
             return [*groups]
         examples = [group.example for group in groups]
-        # a thought that the prompt has begun is one of the response: its tries are no answers
-        texts = [
-            [
-                self.tokenizer.opened(prompt, x.prompt) + self.tokenizer.decode(x.tokens)
-                for x in group.trajectories
-            ]
-            for group, prompt in zip(groups, map(self.ask, examples), strict=True)
-        ]
+        texts = [*map(self._texts, groups)]
         scored = score_groups(self.task, examples, texts, self.settings)
         with_reward = lambda one, reward: replace(one, reward=reward)
         return [
             replace(group, trajectories=tuple(map(with_reward, group.trajectories, rewards)))
             for group, rewards in zip(groups, scored, strict=True)
         ]
+
+    def _texts(self, group: Group) -> list[str]:
+        """Its responses. A thought that the prompt has begun is one of theirs: tries in it are no answers."""
+        opened = self.tokenizer.opened(self.ask(group.example), group.trajectories[0].prompt)
+        return [opened + self.tokenizer.decode(one.tokens) for one in group.trajectories]
 
     def answer(
         self,

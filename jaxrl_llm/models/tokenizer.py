@@ -15,7 +15,7 @@ from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.models import hf
 
 PAD, EOS = "<pad>", "<eos>"
-THINK = "<think>"
+_THINK = "<think>"
 
 
 @runtime_checkable
@@ -121,7 +121,7 @@ class Tokenizer:
         task's, which knows how it ends.
         """
         plain = isinstance(prompt, str) and not self.chats
-        return THINK * (not plain and self.decode(tokens[-9:], False).rstrip().endswith(THINK))
+        return _THINK * (not plain and self.decode(tokens[-9:], False).rstrip().endswith(_THINK))
 
     def turns(self, messages: Sequence[Mapping[str, Any]], **settings: Any) -> list[int]:
         """Token ids of messages by the chat template, to which `settings` go; else a UserError."""

@@ -230,8 +230,8 @@ def _evaluations(records: Sequence[Record]) -> Sequence[Part]:
             (f"{r.get(f'{of}/step', r['step'])}", named[of], f"{r[f'{of}/loss']:.4f}")
             for r, of in losses
         ]
-        once = [[*row] for row in dict.fromkeys(rows)]  # a phase ends and the next begins with one
-        parts += [table("Loss on rows not learned from", ["step", "rows of", "loss"], once)]
+        rows = [*dict.fromkeys(rows)]  # a phase ends and the next begins with one
+        parts += [table("Loss on rows not learned from", ["step", "rows of", "loss"], rows)]
     if not evaluations:
         return parts if losses else [*parts, tag("p", "There was none yet.")]
     names = re.findall(r"'(?:eval|test)/((?:avg|pass)@\d+)'", str([[*r] for r, _ in evaluations]))

@@ -232,8 +232,8 @@ def _files(source: str, test: str) -> tuple[list[Path], list[Path]]:
         data, split = at_hub(source)
         trained = data.require(split or "train")
         kinds = ("test", "dev", "validation")
-        like = [split.replace("train", kind) for kind in kinds] if "train" in split else kinds
-        held = [] if test else data.find(*like) or data.find(*kinds)  # test_sft beside train_sft
+        like = [split.replace("train", kind) for kind in kinds if "train" in split]
+        held = [] if test else data.find(*like, *kinds)  # test_sft beside train_sft
     if test and tables.is_local(test):
         held = [Path(test)]
     elif test:

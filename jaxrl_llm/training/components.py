@@ -206,6 +206,9 @@ class Components:
         test = askable(self, _read_once(self.task.test))
         # by prompt and not by example: two examples may ask the same
         train, validation, parts = self._divided(learned)
+        whole, tested = hashlib.sha256(), hashlib.sha256()
+        add(learned, whole)
+        add(test, whole, tested)
         return Splits(
             learned.at(train),
             learned.at(validation),
@@ -213,7 +216,7 @@ class Components:
             parts,
             learned.skipped + test.skipped,
             # a run that goes on has to have the same data, wherever it comes from
-            {DATA_OF_TASK: checksum(learned, test), TESTED: checksum(test)},
+            {DATA_OF_TASK: whole.hexdigest(), TESTED: tested.hexdigest()},
             _overlap(
                 {learned.texts[i] for i in train},
                 {learned.texts[i] for i in validation},
@@ -418,13 +421,12 @@ class Prompted(Generic[E]):
         return Mapped([self.index[i] for i in places], self.source.__getitem__)
 
 
-def checksum(*sources: Prompted[Any]) -> str:
-    """That of all prompts and examples, in hex."""
-    found = hashlib.sha256()
-    for examples in sources:
-        for i, prompt in enumerate(examples.prompts):
-            found.update(f"{prompt}\0{written_out(examples[i])}\0".encode())
-    return found.hexdigest()
+def add(examples: Prompted[Any], *checksums: Any) -> None:
+    """Adds all prompts and examples to these, which are hashlib's."""
+    for i, prompt in enumerate(examples.prompts):
+        line = f"{prompt}\0{written_out(examples[i])}\0".encode()
+        for checksum in checksums:
+            checksum.update(line)
 
 
 def readable(components: Components, source: Source[E], name: str) -> Prompted[E]:
