@@ -8,7 +8,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 for folder in map(pathlib.Path, sys.argv[1:]):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    # float64, so that a difference is ours; only experts one after the other are products of it
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager"
+    ).eval()
     routed = []  # of a mixture: inputs of each layer's router, and the experts it chose
     note = lambda module, x, y, to=routed: to.append((x[0].detach().numpy(), y[2].numpy()))
     for name, module in model.named_modules():
