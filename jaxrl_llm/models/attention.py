@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxrl_llm.models.primitives import einsum
+from jaxrl_llm.models.primitives import einsum, summed
 from jaxrl_llm.models.sharding import BATCH, capability, current_mesh, fit, platform
 
 Queries = Float[Array, "R L H D"]
@@ -231,5 +231,20 @@ def _attend_block(q, k, v, segments, start, window, shared):
     top = jax.lax.stop_gradient(scores.max(-1, keepdims=True))  # cancels out: no gradient
     weights = jnp.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
-    mixed = einsum("rkgql,rkld->rkgqd", weights.astype(v.dtype), v, v.dtype)
+    mixed = _mixed(weights.astype(v.dtype), v)
     return (mixed / total).astype(q.dtype)
+
+
+@jax.custom_vjp
+def _mixed(weights, v):
+    """Values, mixed; the backward pass is our own, for `summed`."""
+    return einsum("rkgql,rkld->rkgqd", weights, v, v.dtype)
+
+
+def _mixed_backward(saved, gradient):
+    weights, v = saved
+    lines = (x.reshape(*x.shape[:2], -1, x.shape[-1]) for x in (weights, gradient))
+    return einsum("rkgqd,rkld->rkgql", gradient, v, v.dtype), summed(*lines)
+
+
+_mixed.defvjp(lambda weights, v: (_mixed(weights, v), (weights, v)), _mixed_backward)

@@ -110,16 +110,24 @@ def _product_backward(contracted, saved, gradient):
     x, w = (_matrix(a, a.ndim - contracted) for a in saved)
     gradient = _matrix(gradient, len(into) - contracted)
     d_x = _contract(gradient, w, (1,), (0,)).reshape(into)
+    if x.dtype != jnp.float32:
+        return d_x, summed(gradient, x).reshape(of)
     if len(w) < w.shape[1]:
-        return d_x, _summed(gradient, x).reshape(of)
-    return d_x, _summed(x, gradient).T.reshape(of)
+        return d_x, _contract(gradient, x, (0,), (0,)).reshape(of)
+    return d_x, _contract(x, gradient, (0,), (0,)).T.reshape(of)
 
 
-def _summed(a, b):
-    """`a`'s transpose times `b`. Where CPUs multiply bfloat16, they do so faster along rows."""
-    if a.dtype == jnp.float32:
-        return _contract(a, b, (0,), (0,))
-    return _contract(jax.lax.optimization_barrier(a.T), b, (1,), (0,))
+def summed(a: Float[Array, "*B N I"], b: Float[Array, "*B N J"]) -> Float[Array, "*B I J"]:
+    """Products `a[n,i] b[n,j]`, summed over n.
+
+    XLA makes one product of the transposition of a matrix and a product, and CPUs that multiply bfloat16
+    cannot do that one: it would be of float32, or number by number. Of rows as two axes it does not.
+    """
+    lead = tuple(range(a.ndim - 2))
+    two = 2 if a.shape[-2] % 2 == 0 else 1
+    a, b = (x.reshape(*x.shape[:-2], two, -1, x.shape[-1]) for x in (a, b))
+    rows = (len(lead), len(lead) + 1)
+    return jax.lax.dot_general(a, b, ((rows, rows), (lead, lead)), precision(a, b))
 
 
 _product_on_cpu.defvjp(_product_forward, _product_backward)

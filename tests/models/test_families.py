@@ -147,7 +147,9 @@ def test_log_probs_and_gradients_are_those_of_transformers(folders, name, mesh):
     logp, gradient = scores(folders / name, mesh=mesh)
     # these amplify rounding: between compilers and CPUs float32, transformers' too, is 0.6 to 4e-5 from
     # float64; without a part of a family it would be 1e-3 (below)
-    limit = 1e-4 if name in ("gemma4", "qwen3_5", "qwen3_5_moe", "qwen3_5 of three layers") else 2e-5
+    limit = (
+        1e-4 if name in ("gemma4", "qwen3_5", "qwen3_5_moe", "qwen3_5 of three layers") else 2e-5
+    )
     np.testing.assert_allclose(logp, want["logp"], atol=limit)
     np.testing.assert_allclose(gradient, want["gradient"], atol=limit)
     entropy = lambda logp: -(np.exp(logp) * logp).sum(-1)

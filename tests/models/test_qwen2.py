@@ -1,7 +1,9 @@
 """The decoder and its log-probs: causal, blind to padding and packing, the same on every attention backend."""
 
+import re
 from dataclasses import replace
 from functools import cache, partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +16,8 @@ from jaxrl_llm.learning import update
 from jaxrl_llm.models import attention, families, primitives, qwen2, sharding
 from tests import tiny
 
+CPU = Path("/proc/cpuinfo")
+MULTIPLIES_BFLOAT16 = CPU.exists() and "avx512_bf16" in CPU.read_text()
 PARAMETERS = {
     "Qwen2.5-0.5B": 494_032_768,
     "Qwen2.5-1.5B": 1_543_714_304,
@@ -189,3 +193,34 @@ def test_a_product_has_the_gradients_of_its_sum(contracted, out):
     np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5)
     for mine, other in zip(back(slope), back_of_sum(slope), strict=True):
         np.testing.assert_allclose(mine, other, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [6, 7])
+@pytest.mark.parametrize("lead", [(), (2, 3)])
+def test_rows_are_summed_one_product_at_a_time(rows, lead):
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.normal(size=(*lead, rows, n)), jnp.float32) for n in (4, 5))
+    want = jnp.einsum("...ni,...nj->...ij", a, b)
+    np.testing.assert_allclose(primitives.summed(a, b), want, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(
+    jax.__version_info__ < (0, 12) or not MULTIPLIES_BFLOAT16,
+    reason="products of bfloat16 are of float32 here",
+)
+def test_in_bfloat16_all_products_of_a_backward_pass_are():
+    """One over the first axis of both would be of float32, or be made number by number."""
+    shape = replace(tiny.SHAPE, num_layers=1, hidden_size=64, num_heads=4, num_kv_heads=2)
+    _, params = tiny.policy(shape)
+    model = lambda p: qwen2.nnx.merge(qwen2.graph(shape, qwen2.Compute(dtype=jnp.bfloat16))[0], p)
+    tokens = jnp.zeros((2, 64), jnp.int32)
+    loss = lambda p: model(p)(tokens, jnp.broadcast_to(jnp.arange(64), (2, 64))).sum()
+    text = jax.jit(jax.grad(loss)).lower(params).compile().as_text()
+    products = [line for line in text.splitlines() if " dot(" in line]
+    of_weights = [line for line in products if "rkgqd,rkld->rkgql" not in line]
+    assert len(of_weights) > 15
+    for line in of_weights:
+        kind, rank = re.search(r"= (\w+)\[([\d,]*)\]", line).groups()
+        [last] = re.findall(r"lhs_contracting_dims=\{(\d+)\}", line)
+        assert kind == "bf16", line
+        assert int(last) == rank.count(","), line
