@@ -144,6 +144,7 @@ def config(
         steps=steps,
         prompts=prompts,
         group_size=group,
+        drop_constant_groups=objective in ("dapo", "entropy_80_20"),
         sampling=Sampling(temperature=temperature),
         reward_threads=16 if judge else 1,
         engine=Vllm(

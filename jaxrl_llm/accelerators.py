@@ -50,9 +50,20 @@ def share_of_a_gpu(memory: int | None = None) -> float:
 
     As the environment says, else `OF_A_GPU`, or less to leave `LEFT`.
     """
-    said = next(filter(None, map(os.environ.get, FRACTIONS)), None)
+    name = next(filter(os.environ.get, FRACTIONS), None)
     own = _by_rule(gpu_memory())
-    return _by_rule(memory or gpu_memory()) if said in (None, str(own)) else float(said)
+    if name is None or os.environ[name] == str(own):
+        return _by_rule(memory or gpu_memory())
+    return _fraction(name)
+
+
+def _fraction(name: str) -> float:
+    """What the environment has JAX take of a GPU."""
+    try:
+        return float(os.environ[name])
+    except ValueError:
+        said = os.environ[name]
+        raise UserError(f"{name} is {said!r}: a part of a GPU's memory, as 0.5") from None
 
 
 def _by_rule(memory: int) -> float:
@@ -129,7 +140,8 @@ def require_room() -> None:
     on_demand |= os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform"
     if on_demand or not _gpus() or xla_bridge.backends_are_initialized():
         return
-    share = float(next(filter(None, map(os.environ.get, FRACTIONS)), JAXS_SHARE))
+    name = next(filter(os.environ.get, FRACTIONS), None)
+    share = _fraction(name) if name else JAXS_SHARE
     until = time.monotonic() + PATIENCE
     while full := [
         f"{used / 1024:.1f} of the {total / 1024:.1f} GiB of GPU {index:.0f}"

@@ -264,6 +264,11 @@ class Config:
             )
         if not 0 <= self.seed < 2**32:
             raise UserError(f"config: seed = {self.seed} must be at least 0 and less than 2**32")
+        if self.sampling.seed:
+            raise UserError(
+                f"config: sampling.seed = {self.sampling.seed} has no use in a run, which draws by Config.seed: "
+                "leave it out"
+            )
         if self.prompts * self.group_size % self.collate.minibatches:
             raise UserError(
                 f"config: {self.prompts * self.group_size} responses a step do not divide into "

@@ -29,6 +29,12 @@ def at_least(least: int, where: str, record: Any, *names: str) -> None:
             raise UserError(f"{where}: {name} = {getattr(record, name)} must be at least {least}")
 
 
+def from_0_to_1(name: str, value: float) -> None:
+    """A UserError unless the value of this name is."""
+    if not 0 <= value <= 1:
+        raise UserError(f"{name} = {value} must be a number from 0 to 1")
+
+
 def flags_at_least(least: int, **counts: int) -> None:
     """A UserError for the first of these flags of a command that is below `least`."""
     for name, count in counts.items():

@@ -346,3 +346,9 @@ def test_devices_in_words(host):
 )
 def test_a_device_has_its_own_data_sheet(kind, chip):
     assert machines.chip_of(device(kind)) == machines.CHIPS.get(chip)
+
+
+def test_a_share_that_is_no_number_is_one_line(monkeypatch):
+    monkeypatch.setenv(SHARE, "50%")
+    with pytest.raises(UserError, match=f"{SHARE} is '50%'"):
+        accelerators.share_of_a_gpu(80 * 2**30)

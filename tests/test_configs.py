@@ -20,6 +20,7 @@ from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.models import tokenizer
 from jaxrl_llm.objectives import TokenData, kl, losses, partition, recipes
 from jaxrl_llm.objectives.token_data import sampler
+from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.tasks import retrieval
 from jaxrl_llm.tasks.knights_knaves import generate as kk_generate
 from jaxrl_llm.tasks.knights_knaves import task as knights_knaves
@@ -359,3 +360,14 @@ def test_objectives_are_tried_on_the_batch_of_their_config():
     assert weighs.objective.factors == (by_place,)
     with pytest.raises(TypeError, match="incompatible shapes for broadcasting"):
         replace(weighs, collate=replace(made.collate, response_length=batch[2] - 1))
+
+
+def test_a_run_has_one_seed():
+    with pytest.raises(UserError, match=r"sampling.seed = 7 .* Config.seed"):
+        replace(load("kk_tiny").config(), sampling=Sampling(seed=7))
+
+
+@pytest.mark.parametrize("name", ["dapo", "entropy_80_20", "grpo"])
+def test_recipes_without_groups_of_equal_rewards_have_none_in_any_config(name):
+    ready = load("grpo").config("owner/model", "owner/name", objective=name)
+    assert ready.drop_constant_groups == load("kk_tiny").config(name).drop_constant_groups

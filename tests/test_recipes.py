@@ -19,6 +19,7 @@ import pytest
 import rich.console
 import rich.table
 
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import imitate, optimizers, update
 from jaxrl_llm.models import logprobs, qwen2, tokenizer
 from jaxrl_llm.objectives import Objective, losses, recipes
@@ -269,3 +270,33 @@ def test_both_methods_come_after_what_a_recipe_has():
         "truncated(cap 2, floor 0, weight token_ratio) linear_in_probability(alpha 0.3)"
     )
     assert said(tamed.partition) == "lopti(eta 0.5)"
+
+
+@pytest.mark.parametrize(
+    "strengths",
+    [{"alpha": 3.0}, {"alpha": -0.3}, {"alpha": np.nan}, {"eta": 50.0}, {"eta": -1.0}],
+    ids=str,
+)
+def test_alpha_and_eta_are_from_0_to_1(strengths):
+    """Beyond that rare tokens would be learned from with the other sign, or one stage would have all."""
+    [name] = strengths
+    with pytest.raises(UserError, match=f"{name} = .* from 0 to 1"):
+        recipes.with_ar_and_lopti(recipes.grpo(14), **strengths).try_out()
+
+
+@pytest.mark.parametrize("rate", [-1e-6, np.nan, np.inf])
+def test_a_learning_rate_is_a_number_from_0_on(rate):
+    with pytest.raises(UserError, match="learning rate"):
+        optimizers.adamw(rate)
+    with pytest.raises(UserError, match="learning rate"):
+        optimizers.muon(rate, lambda params: params)
+    optimizers.adamw(0.0)
+
+
+def test_a_constant_of_the_model_does_not_decay():
+    """Gemma 4's `layer_scalar` has no gradient, and is no weight."""
+    params = {"layers": {"layer_scalar": jnp.full(2, 0.7), "norm": jnp.full(2, 0.7)}}
+    optimizer, still = optimizers.adamw(1e-3), jax.tree.map(jnp.zeros_like, params)
+    updates, _ = optimizer.update(still, optimizer.init(params), params, step=0)
+    assert (updates["layers"]["layer_scalar"] == 0).all()
+    assert (updates["layers"]["norm"] < 0).all()

@@ -14,6 +14,7 @@ from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import StopRequested, UserError
 from jaxrl_llm.models import qwen2
+from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.training import terminal
 from jaxrl_llm.training.components import DATA, Components
 from jaxrl_llm.training.leaving import FACTOR, LEAST, UNFINISHED, Stop, stoppable
@@ -116,6 +117,25 @@ def _describe(config: Config, source: Source, data: str, console: rich.console.C
     console.print("memory and time: jaxrl-llm plan, with the same config and flags")
 
 
+def _require(config: Config, options: Options, path: Path) -> None:
+    """A UserError for a folder, a start or a server's Python that a run would refuse."""
+    if isinstance(config.engine, Vllm) and not config.engine.servers:
+        from jaxrl_llm.rollouts.vllm.sidecar import require_python
+
+        require_python(config.engine.python)
+    if options.out is None and options.init_from is None and options.resume is False:
+        return  # where runs/NAME may be there, and a look at the config is all that is wanted
+    from jaxrl_llm.training.folder import RunFolder
+
+    folder = RunFolder(options.where(path))
+    resuming = folder.holds_run if options.resume == "auto" else options.resume is not False
+    folder.require_place(resuming)
+    folder.init_from(options.init_from, resuming)
+    if resuming:
+        earlier = None if isinstance(options.resume, (bool, str)) else options.resume
+        folder.require_at_most(config.warm_steps, config.steps, earlier)
+
+
 def _resumed(options: Options, path: Path) -> Path | None:
     """The folder of the run to resume, whose flags are then the defaults; None for a new run."""
     if options.resume is False:
@@ -136,7 +156,8 @@ def main(options: Options, config: Config, source: Source) -> None:
         silent = (options.quiet or options.json) and not options.dry_run
         console = terminal.console(quiet=silent or not distributed.first())
         if options.dry_run:
-            return _describe(config, source, options.data_folder, console)
+            _describe(config, source, options.data_folder, console)
+            return _require(config, options, source.path)
         from jaxrl_llm.training.journal import printed
         from jaxrl_llm.training.run import Session, train  # not needed to plan, or for help
 

@@ -1,5 +1,6 @@
 """Optimizers with the paper's settings; their schedules count batches, not optimizer steps."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,9 @@ def scale_by_batches(
     schedule: Callable[[Array], Array] | float,
 ) -> optax.GradientTransformationExtraArgs:
     """Multiplies by -schedule(step); `step` counts batches and is an extra argument of `update`."""
+
+    if not (callable(schedule) or 0 <= schedule < math.inf):
+        raise UserError(f"optimizer: learning rate = {schedule} must be a number from 0 on")
 
     def init(params):
         del params
@@ -45,9 +49,21 @@ def adamw(
     return optax.chain(
         optax.clip_by_global_norm(max_norm),
         optax.scale_by_adam(b1, b2, eps),
-        optax.add_decayed_weights(weight_decay),
+        _decay(weight_decay),
         scale_by_batches(schedule),
     )
+
+
+def _decay(rate: float) -> optax.GradientTransformation:
+    """Adds `rate` times the parameters, but for a model's constants, which are no weights."""
+
+    def update(updates, state, params=None):
+        assert params is not None
+        constant = lambda path: jax.tree_util.keystr(path).endswith("['layer_scalar']")
+        add = lambda path, u, p: u if constant(path) else u + rate * p
+        return jax.tree_util.tree_map_with_path(add, updates, params), state
+
+    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
 
 
 def muon(

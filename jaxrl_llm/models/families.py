@@ -527,6 +527,9 @@ def _rotary(
         if layers == SLIDING:
             default, key = 1e4, "rope_local_base_freq"
     elif name == "gemma4_text":
+        read.require(not outer, "rope_scaling is not supported")
+        typed = {*inner.config} <= {FULL, SLIDING}
+        read.require(typed, "rope_parameters without layer types are not supported")
         ropes = _Reader(inner.config or GEMMA4_ROPES, read.where)
         scaling, default = ropes.record(layers).config, 1e4
     else:

@@ -64,7 +64,8 @@ def erl(reward: Rewards, data: TokenData) -> Tokens:
     """Of an episode of two attempts and a reflection between them (`WithReflection`, arXiv:2602.13949).
 
     The first attempt has its reward, standardised like `grpo` in its group; the reflection and the second
-    attempt have that of the second, over those of the group that made one, 0 if it alone of several did.
+    attempt have that of the second, over those of the group that made one; 0 where there is none, or it alone
+    of several.
     The second attempt under the first instructions, the fourth context, has max(its reward, 0).
     """
     _, _, alone = _group(reward, data)
@@ -78,7 +79,7 @@ def erl(reward: Rewards, data: TokenData) -> Tokens:
 
     (first, begun), (second, again) = attempt(1), attempt(3)
     compared = alone | (again.sum(1, keepdims=True) > 1)
-    later = jnp.where(compared, _standardised(second, again), 0.0)
+    later = jnp.where(compared & again, _standardised(second, again), 0.0)
     scores = [_standardised(first, begun), later, later, jnp.maximum(second, 0.0)]
     of = [_to_tokens(score, data) for score in scores]
     return jnp.select([data.segment == context for context in (1, 2, 3, 4)], of, 0.0)

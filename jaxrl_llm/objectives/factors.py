@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
+from jaxrl_llm.errors import from_0_to_1
 from jaxrl_llm.objectives import aggregation
 from jaxrl_llm.objectives import token_data as per_response
 from jaxrl_llm.objectives.token_data import Mask, TokenData, Tokens, batch_mean, ratio
@@ -20,6 +21,7 @@ Factor = Callable[[Tokens, TokenData], Tokens]
 def linear_in_probability(advantage: Tokens, data: TokenData, *, alpha: float = 0.3) -> Tokens:
     """alpha pi_old + 1 - alpha: Advantage Reweighting (arXiv:2505.12929); alpha = 0 is 1."""
     del advantage
+    from_0_to_1("alpha", alpha)
     return alpha * jnp.exp(data.old_logp) + 1.0 - alpha
 
 

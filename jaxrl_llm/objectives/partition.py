@@ -7,6 +7,7 @@ mask, the losses of the stages add up to the loss of `together`.
 import jax.numpy as jnp
 from jaxtyping import Array, Bool
 
+from jaxrl_llm.errors import from_0_to_1
 from jaxrl_llm.objectives.selections import lowest, noise, part
 from jaxrl_llm.objectives.token_data import TokenData
 
@@ -20,6 +21,7 @@ def together(data: TokenData, *, steps: int = 1) -> Stages:
 
 def lopti(data: TokenData, *, eta: float = 0.5) -> Stages:
     """First the tokens with pi_old < eta, then the others (arXiv:2505.12929, Algorithm 1)."""
+    from_0_to_1("eta", eta)
     return _split(jnp.exp(data.old_logp) < eta, data)
 
 

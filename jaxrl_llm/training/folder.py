@@ -79,16 +79,7 @@ class RunFolder:
         self.path holds another run or, without `resume`, any other content.
         """
         other = init_from and init_from.path
-        if resume and not self.holds_run:
-            raise UserError(
-                f"{self.path} holds no run to resume: leave --resume out, or check --out"
-            )
-        if wild := sorted({*WILD} & {*str(self.path.absolute())}):
-            raise UserError(
-                f"{self.path}: no checkpoint can be kept under {' '.join(wild)}: choose another --out"
-            )
-        if not resume:
-            self._require_new()  # before anything is made
+        self.require_place(resume)
         self.path.mkdir(parents=True, exist_ok=True)
         with storage.locked(self.path):
             self.pull()  # another may have written until now
@@ -119,6 +110,19 @@ class RunFolder:
                     f"{self.path} is another folder here: --out has to be storage that all processes see"
                 )
             time.sleep(1.0)
+
+    def require_place(self, resume: bool) -> None:
+        """A UserError unless a run may begin here, or with `resume` go on."""
+        if resume and not self.holds_run:
+            raise UserError(
+                f"{self.path} holds no run to resume: leave --resume out, or check --out"
+            )
+        if wild := sorted({*WILD} & {*str(self.path.absolute())}):
+            raise UserError(
+                f"{self.path}: no checkpoint can be kept under {' '.join(wild)}: choose another --out"
+            )
+        if not resume:
+            self._require_new()
 
     def _require_new(self) -> None:
         """A UserError unless the folder is new or empty, or its run has saved no checkpoint."""
@@ -340,7 +344,7 @@ class RunFolder:
         there = RunFolder(where, bring=False)
         # once this run has a checkpoint it needs nothing of the other
         if storage.display_path(there.path) != recorded or not self.checkpoints().steps:
-            there.pull()
+            record.read(there.pull())  # that it is a run
         there.path = there.path.absolute()
         return there
 

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from jaxrl_llm import distributed
+from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import imitate, reinforce, update
 from jaxrl_llm.learning.groups import Group
 from jaxrl_llm.learning.update import TrainState
@@ -23,6 +24,8 @@ from jaxrl_llm.training.folder import RunFolder
 from jaxrl_llm.training.journal import REINFORCE, WARM_START
 from jaxrl_llm.training.log import RunLog
 from jaxrl_llm.training.stream import Rollouts
+
+BATCHES = 3  # in a row without a demonstration that fits end a run
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class Imitation:
             warm.collate.response_length,
         )
         self._supervised = isinstance(components.task, Supervised)
+        self._in_vain, self._longest = 0, warm.collate.response_length
 
     def start(self) -> tuple[int, TrainState]:
         components, resumed, self._resumed = self._components, self._resumed, None
@@ -111,6 +115,12 @@ class Imitation:
         with log.phase("update"):  # the host makes a batch while the devices do the step before
             self._data.seek(step)
             demonstrations = self._demonstrate(next(self._data))
+            self._in_vain = 0 if any(one.finished for one in demonstrations) else self._in_vain + 1
+            if self._in_vain == BATCHES:
+                raise UserError(
+                    f"no demonstration of {BATCHES} batches fits into {self._longest} tokens: raise "
+                    "the response_length of the warm start"
+                )
             credited = self._learn.batch(demonstrations)  # advantage 1 on [B, T]
             state, visits = self._learn.update(state, credited)
             log.flush()

@@ -253,15 +253,24 @@ def with_stored_flags(make: Callable[..., Any], folder: Path) -> Callable[..., A
     def flagged(*args: Any, **given: Any) -> Any:
         return make(*args, **given)
 
+    # by name, as flags are: the config may have got one without a default after one that has a stored one
     flagged.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
         parameters=[
-            parameter.replace(default=stored.get(name, parameter.default))
+            parameter.replace(
+                default=stored.get(name, parameter.default), kind=_by_name(parameter.kind)
+            )
             for name, parameter in signature.parameters.items()
         ]
     )
     flagged.__doc__ = make.__doc__
     flagged.__annotations__ = get_type_hints(make, include_extras=True)
     return flagged
+
+
+def _by_name(kind: Any) -> Any:
+    return (
+        inspect.Parameter.KEYWORD_ONLY if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD else kind
+    )
 
 
 def flags_for(make: Callable[..., Any], flags: Mapping[str, Any]) -> dict[str, Any]:

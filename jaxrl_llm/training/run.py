@@ -142,6 +142,13 @@ class Run:
             stack.enter_context(stall_watchdog(clock, least=least, factor=factor, stalled=stalled))
             stack.enter_context(distributed.watched(lambda: clock.last_here, clock.others_went_on))
             folder = RunFolder(out)
+            # one run, the same in all processes, that can go on or begin
+            resuming = distributed.from_first(
+                lambda: folder.holds_run if resume == "auto" else resume is not False
+            )
+            if distributed.first():  # before what takes minutes
+                folder.require_place(resuming)
+            other = folder.init_from(init_from, resuming)
             if resume is not False and folder.holds_run:
                 config = folder.pinned(config)  # sizes and the model's commit stay as at the start
             components, inputs = _components(config, data, console)
@@ -150,11 +157,6 @@ class Run:
                 ran = userfile.files_read(but=source.path)
                 source = replace(source, files=tuple(dict.fromkeys([*source.files, *ran])))
 
-            # one run, the same in all processes, that can go on or begin
-            resuming = distributed.from_first(
-                lambda: folder.holds_run if resume == "auto" else resume is not False
-            )
-            other = folder.init_from(init_from, resuming)
             if distributed.count() > 1:
                 require_alike(new(source, other and other.path, inputs), resume)
             earlier = None if isinstance(resume, (bool, str)) else resume

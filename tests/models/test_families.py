@@ -425,6 +425,8 @@ def test_a_window_that_is_not_there_is_refused(name):
     ({"per_layer_config": {"1": {"head_dim": 32}, "3": {"head_dim": 16}}}, "per_layer_config is not"),
     ({"per_layer_config": {"1": {"sliding_window": 3}}}, "per_layer_config is not supported"),
     ({"rope_parameters": {"full_attention": {"rope_type": "longrope"}}}, "rope type 'longrope'"),
+    ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}, "rope_parameters without layer types"),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope_scaling is not supported"),
 ], ids=str)  # fmt: skip
 def test_what_of_gemma4_is_not_here_is_refused_by_name(says, said):
     config = families.config_of(SHAPES["gemma4"], "float32") | says

@@ -245,6 +245,47 @@ def test_data_and_dry_run_print_and_start_no_run(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--resume"], "holds no run to resume"),
+        (["--from", "nowhere"], "nowhere is not the folder of a run"),
+        (["--out", "full"], "full is not empty and holds no run"),
+        (["--engine-python", "nowhere"], "no Python at nowhere"),
+    ],
+    ids=str,
+)
+def test_a_dry_run_refuses_what_a_run_would(words, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a.txt").write_text("mine")
+    config = tmp_path / "mine.py"
+    config.write_text(
+        "from dataclasses import replace\n"
+        "from jaxrl_llm.rollouts.engines import Native, Vllm\n"
+        "from tests.training import quick\n"
+        "def config(engine_python: str = ''):\n"
+        "    engine = Vllm(python=engine_python) if engine_python else Native()\n"
+        "    return replace(quick.config(), engine=engine)\n"
+    )
+    out = [] if "--out" in words else ["--out", "new"]
+    for dry in ([], ["--dry-run"]):
+        with pytest.raises(SystemExit) as stop:
+            main(["train", str(config), *out, *words, *dry])
+        assert stop.value.code == 2
+        assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_where_a_run_may_not_be_is_told_before_anything_is_chosen_or_compiled(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "a.txt").write_text("mine")
+    monkeypatch.setattr(run, "_components", lambda *_: pytest.fail("it began"))
+    with pytest.raises(SystemExit):
+        main(["train", QUICK, "--out", str(tmp_path)])
+    assert "is not empty and holds no run" in " ".join(capsys.readouterr().err.split())
+
+
 def test_help_explains_the_flags_and_who_executes_a_folder_says_so(capsys):
     def said(*words):
         with pytest.raises(SystemExit) as stop:

@@ -397,6 +397,21 @@ def test_what_a_demonstration_raises_costs_no_step(trial, error):
     assert [*made.saved] == [3]
 
 
+def test_a_batch_of_demonstrations_that_are_too_long_is_passed_over(trial):
+    """Several in a row end the run: then none is likely to fit."""
+    made = trial()
+    second = lambda: "record 1" in made.log and "record 2" not in made.log
+    made.demonstrate = lambda example: " ".join(["1"] * (60 if second() else 1))
+    made.imitate()
+    assert "record 5" in made.log
+    made = trial()
+    made.demonstrate = lambda example: " ".join(["1"] * 60)
+    with pytest.raises(
+        UserError, match=r"no demonstration of 3 batches fits into \d+ tokens: raise"
+    ):
+        made.imitate()
+
+
 def test_a_state_that_another_step_has_consumed_is_not_saved(trial):
     made = trial(saves=lambda step: step == 6)
 

@@ -4,6 +4,7 @@ import contextlib
 import copy
 import datetime
 import importlib
+import inspect
 import json
 import os
 import re
@@ -597,6 +598,18 @@ def test_a_config_that_has_changed_is_not_resumed(opening, tmp_path):
             UserError, match=r"config\.py is not as it was when the run was started"
         ):
             act()
+
+
+def test_a_flag_that_a_config_has_got_since_may_have_no_default(tmp_path, monkeypatch):
+    """After one that has a stored value; the config is then refused, as one that has changed."""
+    monkeypatch.setattr(record, "read", lambda _: {"flags": {"word": "one", "steps": 2}})
+
+    def config(word: str, other: str, steps: int = 1) -> tuple[str, str, int]:
+        return word, other, steps
+
+    flagged = record.with_stored_flags(config, tmp_path)
+    defaults = {name: one.default for name, one in inspect.signature(flagged).parameters.items()}
+    assert defaults == {"word": "one", "other": inspect.Parameter.empty, "steps": 2}
 
 
 LOADS = """from dataclasses import replace
