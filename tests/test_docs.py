@@ -68,7 +68,9 @@ def test_every_snippet_is_tested():
         "objectives.md": 4,
         "own-task.md": 3,
         "models.md": 3,
-        "environments.md": 7,
+        "environments.md": 3,
+        "tools.md": 3,
+        "agents.md": 1,
         "tokens.md": 1,
         "tutorial.md": 5,
         "migration.md": 2,
@@ -325,7 +327,7 @@ def test_who_asks_learns_to_use_the_answer(tmp_path, monkeypatch, capsys):
 
 
 def test_a_function_is_a_tool():
-    task, made = run("environments.md", 1)["task"], templates.of_bytes(templates.QWEN25)
+    task, made = run("tools.md", 0)["task"], templates.of_bytes(templates.QWEN25)
     assert "How many people live in a city." in made.decode(made.prompt(task.prompt(task.test[0])))
     episode, answers = task.environment(task.test[0], made), []
     for turn in (
@@ -342,7 +344,7 @@ def test_a_function_is_a_tool():
 
 def test_a_tool_may_send_a_program_elsewhere():
     """Here another Python is the box."""
-    space = run("environments.md", 2)
+    space = run("tools.md", 1)
     space["BOX"] = f"timeout 20 {sys.executable} -"
     box = Toolbox([space["python"]])
     says = lambda code: box.answer(("python", {"code": code}))
@@ -352,7 +354,7 @@ def test_a_tool_may_send_a_program_elsewhere():
 
 
 def test_a_class_made_for_trl_is_a_task():
-    task, made = run("environments.md", 3)["task"], templates.of_bytes(templates.QWEN25)
+    task, made = run("tools.md", 2)["task"], templates.of_bytes(templates.QWEN25)
     row = task.train[6]
     assert "Guess my number. It is from 1 to 9." in made.decode(made.prompt(task.prompt(row)))
     episode = task.environment(row, made)
@@ -363,7 +365,7 @@ def test_a_class_made_for_trl_is_a_task():
 
 
 def test_an_agent_is_a_task():
-    known = TokenTask(run("environments.md", 4)["task"], templates.of_bytes(templates.QWEN25))
+    known = TokenTask(run("agents.md", 0)["task"], templates.of_bytes(templates.QWEN25))
     played = known.replay(["3 + 4"] * 2, [["Seven.", "7"], ["8"]])
     assert [len(one.turns) for one in played] == [2, 1]
     assert [one.reward.score for one in played] == [1.0, 0.0]
@@ -379,7 +381,7 @@ def test_a_task_may_be_reflected_on():
         def reward(self, example, response):
             return jl.Reward(float(response == str(eval(example))), response == str(eval(example)))
 
-    task = run("environments.md", 6, {"my_task": Sums()})["task"]
+    task = run("environments.md", 2, {"my_task": Sums()})["task"]
     known = TokenTask(task, templates.of_bytes(templates.QWEN25))
     played = known.replay(["2 + 2"] * 2, [["4"], ["5", "Add.", "4"]])
     assert [len(one.turns) for one in played] == [1, 3]
@@ -390,7 +392,7 @@ def test_a_task_may_be_reflected_on():
 
 
 def test_an_advantage_sees_turns():
-    late = run("environments.md", 5)["late_turns"]
+    late = run("environments.md", 1)["late_turns"]
     data = TokenData(
         mask=jnp.ones((2, 3), bool),
         old_logp=jnp.zeros((2, 3)),
