@@ -107,7 +107,11 @@ class Grid:
         """The outcome of a finished run; a UserError if its flags are not the study's."""
         there = self.require_same_flags(run)
         began = there["sessions"][:1]
-        made = {"flags": there["flags"]} | {k: s[k] for s in began for k in ("at", "versions")}
+        made = {name: there[name] for name in ("flags", "sums")}
+        made |= {k: s[k] for s in began for k in ("at", "versions")}
+        # from the config's folder on: the results may be read on another machine
+        beside = lambda path: os.path.relpath(path, self.config.parent)
+        made["files"] = {beside(path): copy for path, copy in there["files"].items()}
         return outcome(run, journal.read(self.folder(run)), made)
 
     def require_same_flags(self, run: Run) -> record.Run:
@@ -125,6 +129,16 @@ class Grid:
             raise UserError(
                 f"{changed[0]} has changed since {where} was made: "
                 f"put it back as it was ({changed[1]}), or choose another --out"
+            )
+
+    def require_unchanged(self, outcome: Outcome) -> None:
+        """A UserError if a file that made a run of results.json has changed since, where it says so."""
+        ran = {"files": {}, "sums": {}} | outcome["made"]
+        ran["files"] = {str(self.config.parent / path): x for path, x in ran["files"].items()}
+        if changed := record.changed(self.out, ran, self.config):
+            raise UserError(
+                f"{changed[0]} has changed since {outcome['name']} of {self.out / 'results.json'} was made: "
+                "put it back as it was, or choose another --out"
             )
 
     def command(self, run: Run, data: str | None = None) -> list[str]:
@@ -250,6 +264,8 @@ def _make(
     warm = {one.name: one for one in origins.values() if not grid.finished(one)}
     for run in [*origins.values(), *wanted]:
         grid.require_same(run)
+    for one in outcomes.values():
+        grid.require_unchanged(one)
 
     def say(name: str, code: int | None) -> None:
         scores = journal.evaluations(journal.read(grid.out / "runs" / name))

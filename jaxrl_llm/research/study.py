@@ -19,7 +19,7 @@ curves: "sampled", accuracy of the responses that a step samples and learns from
     held-out examples. Reinforcement raises the first. The second sees only the likeliest answer: it
     jumps when another way of answering becomes likeliest, and is flat while one gets likelier.
 figures: numbers by name
-made: flags and versions of the run, and its date
+made: flags and versions of the run, its files with their checksums, and its date
 """
 PARTS = 8  # points of the sampled curve, each a mean over an eighth of the steps
 AT_THE_END = ("rare_half", "entropy", "length", "kl_reference")  # means over LAST_STEPS

@@ -175,12 +175,9 @@ def require_sources(folder: Path, run: Run) -> None:
 def changed(folder: Path, run: Run, made_by: Path) -> tuple[Path, Path] | None:
     """The first original file that differs from the run's copy, and the copy; None if none does."""
     originals = {name: Path(path) for path, name in {str(made_by): CONFIG, **run["files"]}.items()}
-    there = {
-        name: path for name, path in originals.items() if name in run["sums"] and path.exists()
-    }
-    sums = {name: storage.sha256(path) for name, path in there.items()}
-    for _, name, *_ in differences(run, run | {"sums": run["sums"] | sums}):
-        return originals[name], folder / name
+    for name, path in originals.items():
+        if name in run["sums"] and path.exists() and storage.sha256(path) != run["sums"][name]:
+            return path, folder / name
     return None
 
 

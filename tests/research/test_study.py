@@ -279,6 +279,34 @@ def test_runs_of_another_version_of_a_file_are_not_mixed_in(
     assert f"put it back as it was ({where}/config.py)" in said
 
 
+def test_results_of_another_version_of_a_file_are_not_mixed_in(
+    small, tmp_path, out, planned, refused
+):
+    """Where the folders are gone; records of before checksums were kept are read as ever."""
+    small.write_text(SMALL.replace('"warm_steps": 2', '"warm_steps": 0'))
+    loaded, where = tmp_path / "loaded.py", fake(out, "plain-seed0", [0.1, 0.2, 0.3], warm=0)
+    loaded.write_text("RATE = 1")
+    copies = {"config.py": QUICK, "files/0-loaded.py": loaded}
+    sums = {name: storage.sha256(file) for name, file in copies.items()}
+    made(where, files={str(loaded): "files/0-loaded.py"}, sums=sums)
+    main(["study", str(small), "--out", str(out), "--report"])
+    shutil.rmtree(out / "runs")
+    assert "plain-seed0" not in planned(small, "--out", out)
+    loaded.write_text("RATE = 2")
+    source = f"plain-seed0 of {out / 'results.json'}"
+    assert f"loaded.py has changed since {source} was made: put it back" in refused(
+        small, "--out", out
+    )
+    path = out / "results.json"
+    path.write_text(path.read_text().replace(sums["config.py"], "that of another version"))
+    assert f"quick.py has changed since {source} was made" in refused(small, "--out", out)
+    before = results(out)
+    for name in ("sums", "files"):
+        del before["runs"][0]["made"][name]
+    path.write_text(json.dumps(before))
+    assert "plain-seed0" not in planned(small, "--out", out)
+
+
 def test_what_is_wrong_is_found_before_anything_starts(small, out, refused):
     assert "seed = -1 must be at least 0" in refused(small, "--out", out, "--seeds", "0", "-1")
     assert "--threads 0 must be at least 1" in refused(small, "--out", out, "--threads", "0")
