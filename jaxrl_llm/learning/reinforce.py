@@ -58,7 +58,7 @@ class Step:
     def score(
         self, params: Any, batch: Batch, groups: Sequence[Group]
     ) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Fields of `TokenData` by the policy, its reference and its teacher, and metrics of them.
+        """Scores by the policy, its reference and its teacher, as `credit` takes them, and metrics of them.
 
         `batch` is that of the `groups`.
         """
@@ -68,9 +68,9 @@ class Step:
         ref = None if self.reference is None else self._scores(self.reference, free.inputs).logp
         teacher, top = self._taught(self.teacher, free, groups) if self.teacher else (None, None)
         sampler = _of_sampler(batch, now.logp)
-        old = sampler if self.sampler_ratios else now.logp
+        old, shown = (sampler, now.logp) if self.sampler_ratios else (now.logp, None)
         data = now._asdict() | {"old_logp": old, "ref_logp": ref, "teacher_logp": teacher}
-        data |= {"sampler_logp": sampler, "teacher_top": top}
+        data |= {"sampler_logp": sampler, "teacher_top": top, "trainer_logp": shown}
         data = {name: x for name, x in data.items() if x is not None and name != "logp"}
         return data, _describe_scores(batch, now, sampler, ref, teacher)
 

@@ -24,8 +24,8 @@ def token_stats(
     """`(params, batch, reward, credited, rows) -> numbers`, each `[rows,T]`, 0 without a token.
 
     `score(params, inputs)` is the program of the step's scores; `params` are those after the
-    update. The numbers are log-probs (`old`, `new`, `sampler`, `reference` and `teacher` if there is one),
-    `entropy` if it was computed, the `advantage`, the product of its factors (`factor`), the weight
+    update. The numbers are log-probs (the trainer's `old` and `new`, `sampler`, `reference` and `teacher` if
+    there is one), `entropy` if it was computed, the `advantage`, the product of its factors (`factor`), the weight
     in each stage's loss (`weight1`, ...), and `clip`: 1 where the surrogate has no slope left.
     """
 
@@ -58,8 +58,9 @@ def token_stats(
         flat = partial(jax.tree.map, lambda x: x.reshape(-1, x.shape[-1]))
         of = (new, credited.advantage, data)
         base, final = objective.advantage(reward, whole), to_rows(credited.advantage)
+        old = data.old_logp if credited.trainer_logp is None else credited.trainer_logp
         figures = {
-            "old": to_rows(data.old_logp),
+            "old": to_rows(old),
             "new": to_rows(new),
             "sampler": whole.sampler_logp,
             "advantage": base,

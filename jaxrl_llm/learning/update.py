@@ -43,6 +43,7 @@ class Credited(NamedTuple):
     advantage: Binned
     weight: Float[Array, "S M m R C"]
     data: TokenData
+    trainer_logp: Binned | None = None  # to look at, where `data.old_logp` is the sampler's
 
 
 # Orders in which a step visits the pairs (mini-batch, stage).
@@ -144,13 +145,15 @@ def make_credit(objective: Objective) -> Callable[..., Credited]:
     """`(batch, reward [P,G], **scores) -> Credited`, with statistics over the whole global batch.
 
     The scores are fields of `TokenData` in the model's layout: `old_logp`, and others as they are read;
-    `teacher_top` are ids and log-probs.
+    `teacher_top` are ids and log-probs. `trainer_logp` is passed on.
     """
 
     read = {name for name in ("turn", "turn_reward", "segment") if objective.reads(name)}
 
     @jax.jit
-    def credit(batch: Batch, reward: Float[Array, "P G"], teacher_top=None, **scores: Binned):
+    def credit(
+        batch: Batch, reward: Float[Array, "P G"], teacher_top=None, trainer_logp=None, **scores
+    ):
         layout: Layout = batch.layout
         of_turns: dict[str, Any] = {name: getattr(batch, name) for name in read}
         if batch.turn is None:  # all responses are one turn
@@ -166,7 +169,8 @@ def make_credit(objective: Objective) -> Callable[..., Credited]:
         if teacher_top is not None:
             inputs = inputs._replace(others=teacher_top[0])
             data = data._replace(teacher_top=teacher_top[1])
-        return Credited(inputs, layout.to_bins(advantage), jax.vmap(layout.to_bins)(weight), data)
+        weight = jax.vmap(layout.to_bins)(weight)
+        return Credited(inputs, layout.to_bins(advantage), weight, data, trainer_logp)
 
     return credit
 
@@ -209,7 +213,7 @@ def make_train_step(
     def visit(credited: Credited, frozen, state: TrainState, which):
         m, s = which
         weight = credited.weight[s, m]
-        rest = jax.tree.map(lambda x: x[m], credited._replace(weight=None))
+        rest = jax.tree.map(lambda x: x[m], credited._replace(weight=None, trainer_logp=None))
         minibatch = rest._replace(weight=weight)
         (loss, sums), grads = accumulate(partial(sums_and_loss, frozen), state.params, minibatch)
         norm = optax.tree.norm(grads)

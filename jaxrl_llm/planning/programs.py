@@ -337,6 +337,7 @@ class Step:
         config, objective, batch = self.config, self.config.loss, self.batch
         names = ["entropy"] + ["ref_logp"] * config.keeps_reference  # as a run scores them
         names += ["proxy_logp"] * objective.reads("proxy_logp")
+        names += ["trainer_logp"] * (config.ratios == "sampler")
         place = batch.inputs.scored.sharding
         fields = dict.fromkeys(
             ["old_logp", *names], like(batch.layout.in_rows, place, dtype="float32")

@@ -51,12 +51,19 @@ def label_logps(params, one):
 
 
 @pytest.mark.parametrize(
-    ("mesh", "pack"),
-    [((1, 1, 1), False), tiny.slow((2, 2, 2), True)],
+    ("mesh", "pack", "ratios"),
+    [
+        ((1, 1, 1), False, "trainer"),
+        ((1, 1, 1), True, "sampler"),
+        tiny.slow((2, 2, 2), True, "trainer"),
+    ],
     ids=str,
 )
-def test_numbers_are_those_of_plain_forward_passes(mesh, pack):
-    mesh, optimizer, responses = tiny.mesh_of(*mesh), optimizers.adamw(3e-2), tiny.responses()
+def test_numbers_are_those_of_plain_forward_passes(mesh, pack, ratios):
+    """The trainer's, whichever log-probs the ratios are of."""
+    mesh, optimizer = tiny.mesh_of(*mesh), optimizers.adamw(3e-2)
+    falling = lambda one: [-0.5 * (1 + i) for i in range(one.length)]
+    responses = [replace(one, logps=falling(one)) for one in tiny.responses()]
     _, before = tiny.policy(mesh=mesh)
     shards = 4 if mesh.size > 1 else 1
     with jax.set_mesh(mesh):
@@ -64,7 +71,7 @@ def test_numbers_are_those_of_plain_forward_passes(mesh, pack):
         reference = jax.tree.map(lambda x: 1.01 * x, before)
         programs = tiny.step(
             Policy(), OBJECTIVE, optimizer, tiny.collator(shards=shards, pack=pack), mesh, state,
-            reference=reference,
+            reference=reference, sampler_ratios=ratios == "sampler",
         )  # fmt: skip
         rewards = [Reward(x, x == 1.0) for x in SCORES]
         groups = tiny.groups(responses, rewards, n=4)
@@ -90,10 +97,11 @@ def test_numbers_are_those_of_plain_forward_passes(mesh, pack):
         close(found["entropy"], -old)  # what the policy of this test calls so
         close(found["sampler"], responses[row].logps)
         close(found["advantage"], np.full(len(old), advantage[i]))
-        close(found["factor"], 0.3 * np.exp(old) + 0.7)
-        np.testing.assert_array_equal(found["weight1"] > 0, old <= np.log(0.02))
-        np.testing.assert_array_equal(found["weight2"] > 0, old > np.log(0.02))
-        ratio = np.exp(new - old)
+        base = old if ratios == "trainer" else np.asarray(responses[row].logps)
+        close(found["factor"], 0.3 * np.exp(base) + 0.7)
+        np.testing.assert_array_equal(found["weight1"] > 0, base <= np.log(0.02))
+        np.testing.assert_array_equal(found["weight2"] > 0, base > np.log(0.02))
+        ratio = np.exp(new - base)
         flat = (ratio > 1.2) if advantage[i] > 0 else (ratio < 0.8)
         np.testing.assert_array_equal(found["clip"], flat)
         assert all(not x[i, len(old) :].any() for x in numbers.values())
