@@ -79,7 +79,24 @@ def _provenance(run: record.Run) -> list[str]:
     config = Path(run["config"]).name if run["config"] else "made by a program"
     rows = [("run", run["id"]), ("config", config), *flags.items()]
     rows += [(name, sums[:16]) for name, sums in run["sums"].items()]
-    return ["| | |", "|---|---|", *(f"| {name} | `{value}` |" for name, value in rows)]
+    return [
+        "| | |",
+        "|---|---|",
+        *(f"| {_in_cell(name)} | {_code(value)} |" for name, value in rows),
+    ]
+
+
+def _code(value: Any) -> str:
+    """A value as code in a cell, between more backticks than stand together in it."""
+    text = _in_cell(str(value))
+    fence = "`" * (1 + max(map(len, re.findall("`+", text)), default=0))
+    space = " " * ("`" in text)
+    return f"{fence}{space}{text}{space}{fence}"
+
+
+def _in_cell(text: str) -> str:
+    """A text that neither ends its cell of a table nor the table."""
+    return re.sub(r"\r\n?|\n", r"\\n", text).replace("|", r"\|")
 
 
 def _named(value: Any) -> Any:

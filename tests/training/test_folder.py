@@ -885,6 +885,22 @@ def test_a_card_tells_of_no_machine_and_of_no_start_that_nobody_graded(opening, 
     assert "validation, this step | 50.0" in said
 
 
+def test_a_flag_of_a_card_stays_in_its_cell(opening, tmp_path):
+    """Whatever stands in it: bars, line breaks, backticks."""
+    run = opening(resume=False)
+    flags = {
+        "reward": ["regex:(yes|no)"],
+        "system": "Be brief.\nSay `x` only.\r\n",
+        "name": "``a``|`",
+    }
+    record.write(run, record.read(run) | {"flags": flags})
+    card.write(RunFolder(run), 1, tmp_path, adapters=False)
+    lines = (tmp_path / card.CARD).read_text().splitlines()
+    assert r"| reward | `['regex:(yes\|no)']` |" in lines
+    assert r"| system | `` Be brief.\nSay `x` only.\n `` |" in lines
+    assert r"| name | ``` ``a``\|` ``` |" in lines
+
+
 def test_processes_begin_with_the_checkpoint_that_the_first_one_chooses(two, made, monkeypatch):
     """Each may see another one as the best of a run that goes on."""
     chosen = []
