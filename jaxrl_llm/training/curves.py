@@ -1,6 +1,7 @@
 """Learning curves of runs as a picture; how all pictures of the package are styled and written."""
 
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -51,12 +52,14 @@ def draw(folders: Sequence[Path], target: Path) -> None:
 
 def series(records: Sequence[journal.Record], name: str) -> dict[str, list[tuple[int, float]]]:
     """(step, value) of a metric of reinforcement where it is finite: a curve, or one a stage."""
+    stage = re.compile(f"{name}/stage[0-9]+")
     curves: dict[str, list[tuple[int, float]]] = {}
     for r in records:
         if r["phase"] != REINFORCE:
             continue
         for key, value in r.items():
-            mine = key == name or key.startswith(f"{name}/stage")
+            # a reward's fields may be called like stages
+            mine = key == name or (name != "reward" and stage.fullmatch(key))
             if mine and math.isfinite(value):
                 curves.setdefault(key, []).append((r["step"], value))
     return curves

@@ -52,6 +52,14 @@ def test_what_is_sampled_is_drawn_beside_what_is_held_out():
     assert [*sampled.get_ydata()] == pytest.approx([0.3, 0.65])
 
 
+def test_stages_are_curves_of_their_figure_and_fields_of_the_reward_are_not():
+    """A reward's field may be called like a stage."""
+    names = ("loss/stage1", "loss/stage10", "loss/stages", "reward", "reward/stage_bonus")
+    records = [{"step": 1, "phase": "reinforce", **dict.fromkeys((*names, "reward/stage1"), 0.5)}]
+    assert [*curves.series(records, "loss")] == ["loss/stage1", "loss/stage10"]
+    assert [*curves.series(records, "reward")] == ["reward"]
+
+
 def test_a_run_named_twice_does_not_take_the_blame_for_another(tmp_path):
     measured = {f"eval/accuracy{end}": 0.5 for end in ("", "_low", "_high")}
     for name, values in (("a", measured), ("b", {})):
