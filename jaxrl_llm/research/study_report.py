@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrl_llm import storage
 from jaxrl_llm.research.statistics import FEW, detectable, estimate
-from jaxrl_llm.training.curves import COLOURS, save, sheet
+from jaxrl_llm.training.curves import COLOURS, label, save, sheet
 
 Results = Mapping[str, Any]
 """the result of `study.results`, as JSON"""
@@ -134,13 +134,13 @@ def _curves(results: Results) -> Any:
                     colour, mine = COLOURS[number % len(COLOURS)], [r["curves"][kind] for r in runs]
                     banded = variant == baseline and len(mine) >= FEW
                     lines[variant] = _mean_curve(axis, mine, colour, banded=banded)
-            axis.set_title(panel if kind == "sampled" else "")
+            axis.set_title(label(panel) if kind == "sampled" else "")
         row[0].set_ylabel(title)
     figure.supxlabel(
-        f"step of reinforcement (means over seeds; 95% interval of {baseline})", fontsize=9
+        f"step of reinforcement (means over seeds; 95% interval of {label(baseline)})", fontsize=9
     )
     where: Any = {"loc": "outside upper center", "ncols": 4, "fontsize": 8, "frameon": False}
-    figure.legend(lines.values(), lines.keys(), **where)
+    figure.legend(lines.values(), [*map(label, lines)], **where)
     return figure
 
 
@@ -163,6 +163,7 @@ def _differences(results: Results) -> Any:
     panels, baseline = _panels(results), results["study"]["baseline"]
     present = {run["variant"] for run in results["runs"]} - {baseline}
     variants = [name for name in results["study"]["variants"] if name in present][::-1]
+    labels = [*map(label, variants)]
     height = 0.8 + len(DIFFERENCES) * (0.6 + 0.22 * len(variants))
     size = (max(6.0, 1.9 + 2.6 * len(panels)), height)
     figure, axes = sheet(len(DIFFERENCES), len(panels), size)
@@ -180,13 +181,13 @@ def _differences(results: Results) -> Any:
                 axis.plot(100 * apart["mean"], y, "o", color=COLOURS[0], ms=5)
                 if apart["n"] >= FEW:
                     axis.hlines(y, 100 * apart["low"], 100 * apart["high"], color=COLOURS[0])
-            axis.set_yticks(range(len(variants)), variants if panel == panels[0] else [])
+            axis.set_yticks(range(len(variants)), labels if panel == panels[0] else [])
             axis.set_ylim(-0.5, max(1, len(variants)) - 0.5)
         row[0].set_ylabel(title)
     for axis, panel in zip(axes[0], panels, strict=True):
-        axis.set_title(panel)
+        axis.set_title(label(panel))
     figure.supxlabel(
-        f"points apart from {baseline}, paired by seed: each seed (|),\n"
+        f"points apart from {label(baseline)}, paired by seed: each seed (|),\n"
         f"the mean, its 95% interval from {FEW} seeds on",
         fontsize=9,
     )

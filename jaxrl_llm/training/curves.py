@@ -125,6 +125,11 @@ def _plain(axis: Any) -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
+def label(name: str) -> str:
+    """A name as a picture shows it: a legend leaves out what begins with _, $ begins mathematics."""
+    return (" " * name.startswith("_") + name).replace("$", r"\$")
+
+
 def names(folders: Sequence[Path]) -> list[str]:
     """The shortest path endings that tell the runs apart."""
     paths = [Path(storage.display_path(folder.absolute())).parts for folder in folders]
@@ -142,9 +147,8 @@ def _accuracy(
     low, high = (
         [r.get(f"{measured}_{side}", math.nan) for r in scored] for side in ("low", "high")
     )
-    # a legend leaves out what begins with _, and reads what stands between $ as mathematics
-    label = (" " * name.startswith("_") + name).replace("$", r"\$")
-    axis.plot(steps, [r[measured] for r in scored], "o-", ms=3, color=colour, label=label)
+    heights = [r[measured] for r in scored]
+    axis.plot(steps, heights, "o-", ms=3, color=colour, label=label(name))
     axis.fill_between(steps, low, high, color=colour, alpha=0.15, linewidth=0)
     sampled = series(records, "accuracy").get("accuracy", [])
     if sampled and measured == "eval/accuracy":

@@ -468,6 +468,30 @@ def test_an_evaluation_of_which_nothing_is_graded_says_nothing():
     assert one["figures"]["greedy"] == 0.7
 
 
+def test_names_with_dollars_stand_in_the_pictures_as_they_are(small, out):
+    """Between two of them matplotlib reads mathematics, which it may not understand."""
+    small.write_text(
+        SMALL.replace("    baseline=", r"""    panels={"$\\p{$": {}},""" + "\n    baseline=")
+        .replace('"plain"', r'"a$\\b{$"')
+        .replace('"Lopti"', r'"$x$"')
+    )
+    names = [run.name for run in runner.load(small, None, (0,)).runs]
+    for seed in range(4):
+        for name in names:
+            fake(out, name.replace("seed0", f"seed{seed}"), [0.1, 0.2, 0.4 + seed / 100])
+    command = ["study", str(small), "--out", str(out), "--report", "--seeds", *"0123"]
+    main(command)
+    curves, apart = (
+        draw(results(out)) for draw in (study_report._curves, study_report._differences)
+    )
+    texts = lambda several: [text.get_text() for text in several]
+    for figure in (curves, apart):
+        assert figure.axes[0].get_title() == r"\$\p{\$"
+        assert r"a\$\b{\$" in figure._supxlabel.get_text()
+    assert texts(curves.legends[0].get_texts()) == [r"a\$\b{\$", r"\$x\$"]
+    assert texts(apart.axes[0].get_yticklabels()) == [r"\$x\$"]
+
+
 def test_flags_may_be_paths_and_several_words(small, tmp_path, out, planned):
     mine, last = tmp_path / "mine.py", "    seed: int = 0,\n"
     added = last + "    of: Path | None = None,\n"
