@@ -116,6 +116,9 @@ def outcome(run: Run, records: Sequence[journal.Record], flags: Flags) -> Outcom
     if after := [point for point in curves["greedy"] if point[0]]:
         figures["greedy"] = statistics.plateau(after)
         figures["greedy_mean"] = statistics.area(curves["greedy"])
+    tests = [r for r in ours if "test/accuracy" in r and r.get("test/examples", 1)]
+    if tests:
+        figures["test"] = tests[-1]["test/accuracy"]
     return {**asdict(run), "name": run.name, "curves": curves, "figures": figures, "made": flags}
 
 

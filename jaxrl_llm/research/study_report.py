@@ -16,6 +16,7 @@ COLUMNS = {  # figure: title, factor, digits
     "sampled": ("sampled, %", 100, 1),
     "sampled_mean": ("mean of the curve, %", 100, 1),
     "greedy": ("greedy, %", 100, 1),
+    "test": ("test, %", 100, 1),
     "steps_to_level": ("steps to the level", 1, 1),
     "rare_half": ("p < 0.5, %", 100, 1),
     "entropy": ("entropy, nats", 1, 3),
@@ -28,9 +29,10 @@ Figures are means over seeds with their 95% interval (Student's t); Δ is the pa
 within a seed, with its own interval; in bold what has a p-value below 5% also when corrected (Holm) for the other
 variants of the table (not for its columns). Sampled: accuracy of the responses that a run learns from, in the last
 three eighths of its steps; the mean of the curve is that of all steps. Greedy: held-out examples, mean of the last
-three evaluations. Steps to the level: until {level:.0%} of what the same seed's **{baseline}** gains in sampled
-accuracy is made; a run that never gets there counts with all its steps, and a seed whose **{baseline}** gains
-nothing has no such number. The others are means over the last ten steps."""
+three evaluations. Test, where there is one: the test set, by the best checkpoint. Steps to the level: until
+{level:.0%} of what the same seed's **{baseline}** gains in sampled accuracy is made; a run that never gets there
+counts with all its steps, and a seed whose **{baseline}** gains nothing has no such number. The others are means
+over the last ten steps."""
 POWER = """\
 By the spread of its seeds, four of five such studies would show (p below 5%, for itself) a difference in the mean
 of the curve of so many points: {}."""

@@ -468,6 +468,29 @@ def test_an_evaluation_of_which_nothing_is_graded_says_nothing():
     assert one["figures"]["greedy"] == 0.7
 
 
+def test_a_run_keeps_what_its_test_says(small, out, capsys):
+    """Of one without a test, or with nothing graded in it, there is no such figure."""
+    for name in ("plain-seed0", "lopti-seed0"):
+        fake(out, name, [0.1, 0.2, 0.4])
+    main(["study", str(small), "--out", str(out), "--report"])
+    assert [run["figures"]["test"] for run in results(out)["runs"]] == [0.5, 0.5]
+    entries = {(e["variant"], e["figure"]): e["mean"] for e in results(out)["summary"]}
+    assert entries["Lopti", "test"] == 0.5
+    assert "| test, % |" in capsys.readouterr().out
+    path = out / "results.json"
+    older = results(out)
+    for run in older["runs"]:
+        del run["figures"]["test"]
+    path.write_text(json.dumps(older))
+    shutil.rmtree(out / "runs")
+    main(["study", str(small), "--out", str(out), "--report"])
+    assert "| test, % |" not in capsys.readouterr().out
+    records = [{"step": 1, "phase": "reinforce", "reward": 0.0, "accuracy": 0.5, "rare_half": 0.1}]
+    records.append({"step": 1, "phase": "reinforce", "test/accuracy": 0.0, "test/examples": 0})
+    one = outcome(Study("c.py", {"a": {}}, "a", seeds=(0,)).runs()[0], records, {})
+    assert "test" not in one["figures"]
+
+
 def test_names_with_dollars_stand_in_the_pictures_as_they_are(small, out):
     """Between two of them matplotlib reads mathematics, which it may not understand."""
     small.write_text(
