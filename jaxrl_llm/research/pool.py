@@ -1,4 +1,7 @@
-"""Runs commands in processes, several at a time, each on cores of its own; they end with ours."""
+"""Runs commands in processes, several at a time, each on cores of its own; they end with ours.
+
+Where there are not enough, commands share them.
+"""
 
 import os
 import subprocess

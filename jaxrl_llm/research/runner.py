@@ -232,8 +232,7 @@ def run(
     grid, console = load(file, None if out is None else Path(out), seeds), terminal.console()
     outcomes, codes, stop = grid.outcomes(whole=not report), dict[str, int | None](), Stop()
     if not report:
-        cores = max(1, len(pool.available()) // threads)
-        workers = jobs or (1 if accelerators.in_use() else cores)
+        workers = _workers(jobs, threads)
         if workers > 1 and accelerators.in_use():
             grid.require_gpus_alone()
         with _alone(grid.out, threads), stoppable(stop, grace=GRACE):
@@ -246,6 +245,18 @@ def run(
     if failed := [name for name, code in codes.items() if code != 0]:
         log = grid.out / "logs" / f"{failed[0]}.log"
         raise UserError(f"{len(failed)} runs failed; the first one, {failed[0]}, says why in {log}")
+
+
+def _workers(jobs: int, threads: int) -> int:
+    """How many runs at a time; a UserError if they would share cores though each is to have some."""
+    cores = len(pool.available())
+    fit = max(1, cores // threads)
+    if jobs > fit and threads > 1:
+        raise UserError(
+            f"--jobs {jobs} with {threads} cores each need {jobs * threads} cores, and there are {cores}: "
+            f"--jobs {fit} fits"
+        )
+    return jobs or (1 if accelerators.in_use() else fit)
 
 
 def _make(

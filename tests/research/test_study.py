@@ -515,6 +515,19 @@ def test_names_with_dollars_stand_in_the_pictures_as_they_are(small, out):
     assert texts(apart.axes[0].get_yticklabels()) == [r"\$x\$"]
 
 
+def test_runs_at_the_same_time_have_the_cores_that_they_are_said_to_have(
+    small, out, planned, refused, monkeypatch
+):
+    monkeypatch.setattr(pool, "available", lambda: [*range(5)])
+    arguments = small, "--out", out, "--threads", "2"
+    said = refused(*arguments, "--jobs", "3")
+    assert "--jobs 3 with 2 cores each need 6 cores, and there are 5: --jobs 2 fits" in said
+    assert not out.exists()
+    planned(*arguments, "--jobs", "2")
+    planned(*arguments)
+    assert planned.how["workers"] == 2
+
+
 def test_flags_may_be_paths_and_several_words(small, tmp_path, out, planned):
     mine, last = tmp_path / "mine.py", "    seed: int = 0,\n"
     added = last + "    of: Path | None = None,\n"
