@@ -25,7 +25,7 @@ import jaxrl_llm
 from jaxrl_llm import accelerators, storage, userfile
 from jaxrl_llm import config as configs
 from jaxrl_llm.errors import UserError, flags_at_least
-from jaxrl_llm.research import pool, study_report
+from jaxrl_llm.research import pool, statistics, study_report
 from jaxrl_llm.research.study import Outcome, Run, Study, outcome, results
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.training import journal, record, terminal
@@ -155,7 +155,7 @@ class Grid:
         if not path.exists():
             return {}
         try:
-            found = json.loads(path.read_text())
+            found = statistics.finite(json.loads(path.read_text()))  # older ones have NaN
             return {one["name"]: one for one in found["runs"] + found["others"]}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{path} cannot be read: move it away, or --out elsewhere") from error
@@ -168,10 +168,11 @@ class Grid:
         """
         by_name, recorded = {}, self.recorded()
         for run in self.runs:
-            one, wanted = recorded.get(run.name), record.plain(vars(run))
+            one, wanted = recorded.get(run.name), statistics.finite(record.plain(vars(run)))
             if one is not None and {name: one[name] for name in wanted} == wanted:
                 source = f"{run.name} of {self.out / 'results.json'}"
-                _require_equal(source, one["made"].get("flags", {}), self.settings(run))
+                settings = statistics.finite(self.settings(run))
+                _require_equal(source, one["made"].get("flags", {}), settings)
                 by_name[run.name] = one
         there = {run.name for run in self.runs if self.folder(run).exists()}
         left_out = {

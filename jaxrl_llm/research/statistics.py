@@ -1,5 +1,6 @@
 """Means over seeds with intervals, paired differences between runs, figures of a curve."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -39,11 +40,11 @@ def differences(values: Mapping[int, float], baseline: Mapping[int, float]) -> l
 
 
 def p_value(values: Sequence[float]) -> float | None:
-    """The two-sided p of Student's t against a mean of 0; None for fewer than `FEW` values.
+    """The two-sided p of Student's t against a mean of 0; None for fewer than `FEW` finite values.
 
     Values that are all the same say nothing about their spread: None, or 1 if all are 0.
     """
-    if len(values) < FEW:
+    if len(values) < FEW or not np.isfinite(values).all():
         return None
     same = {*np.round(values, 12).tolist()}  # but for the last digits
     if len(same) == 1:
@@ -74,6 +75,15 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
     for rank, (name, p) in enumerate(sorted(p_values.items(), key=lambda item: item[1])):
         corrected[name] = largest = max(largest, min(1.0, (len(p_values) - rank) * p))
     return corrected
+
+
+def finite(value: Any) -> Any:
+    """The value of JSON with None for numbers in it that are not finite, which JSON has no word for."""
+    if isinstance(value, Mapping):
+        return {name: finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def mean(x: np.ndarray) -> float | None:

@@ -18,7 +18,7 @@ Outcome = dict[str, Any]
 curves: "sampled", accuracy of the responses that a step samples and learns from, and "greedy", of
     held-out examples. Reinforcement raises the first. The second sees only the likeliest answer: it
     jumps when another way of answering becomes likeliest, and is flat while one gets likelier.
-figures: numbers by name
+figures: numbers by name, None for one that is not finite
 made: flags and versions of the run, its files with their checksums, and its date
 """
 PARTS = 8  # points of the sampled curve, each a mean over an eighth of the steps
@@ -119,6 +119,7 @@ def outcome(run: Run, records: Sequence[journal.Record], flags: Flags) -> Outcom
     tests = [r for r in ours if "test/accuracy" in r and r.get("test/examples", 1)]
     if tests:
         figures["test"] = tests[-1]["test/accuracy"]
+    figures = statistics.finite(figures)
     return {**asdict(run), "name": run.name, "curves": curves, "figures": figures, "made": flags}
 
 
@@ -156,8 +157,9 @@ def summary(study: Study, outcomes: Sequence[Outcome]) -> list[dict[str, Any]]:
     cells: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
     for one in outcomes:
         for figure, value in one["figures"].items():
-            variants = cells.setdefault((one["panel"], figure), {})
-            variants.setdefault(one["variant"], {})[one["seed"]] = value
+            if value is not None:
+                variants = cells.setdefault((one["panel"], figure), {})
+                variants.setdefault(one["variant"], {})[one["seed"]] = value
     entries = []
     for (panel, figure), variants in cells.items():
         base = variants.get(study.baseline, {})

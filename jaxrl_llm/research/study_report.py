@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import storage
-from jaxrl_llm.research.statistics import FEW, detectable, estimate
+from jaxrl_llm.research.statistics import FEW, detectable, estimate, finite
 from jaxrl_llm.training.curves import COLOURS, label, save, sheet
 
 Results = Mapping[str, Any]
@@ -48,7 +48,8 @@ DIFFERENCES = {
 def write(results: Results, folder: Path) -> str:
     """results.json, results.md, curves.png and differences.png; returns the text of results.md."""
     text = markdown(results)
-    storage.write(folder / NAME, json.dumps(results, indent=1, default=str) + "\n")
+    numbers = json.dumps(finite(results), indent=1, default=str, allow_nan=False)
+    storage.write(folder / NAME, numbers + "\n")
     storage.write(folder / "results.md", text)
     for name, picture in zip(PICTURES, (_curves, _differences), strict=True):
         save(partial(picture, results), folder / name)

@@ -73,6 +73,12 @@ def test_few_values_or_equal_ones_say_nothing_of_p_value():
     assert p_value([0.3 - (0.1 + 0.2), 0.0, 0.0, 0.0]) == 1.0
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_no_number_has_no_p_value(bad):
+    assert p_value([bad, 1.0, 2.0, 4.0]) is p_value([1.0, 2.0, 4.0, bad]) is None
+    assert p_value([bad] * 4) is None
+
+
 def test_the_more_one_looks_at_the_less_a_small_chance_says():
     found = holm({"a": 0.04, "b": 0.01, "c": 0.03, "d": 0.5})
     assert found == pytest.approx({"b": 0.04, "c": 0.09, "a": 0.09, "d": 0.5})

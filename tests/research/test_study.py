@@ -491,6 +491,48 @@ def test_a_run_keeps_what_its_test_says(small, out, capsys):
     assert "test" not in one["figures"]
 
 
+def test_a_figure_that_is_no_number_says_nothing_of_the_others(small, out):
+    """Neither of the other variants' significance; and results.json is JSON."""
+    names = ("plain", "Lopti", "third")
+    small.write_text(SMALL.replace('"eta": 0.5}', '"eta": 0.5}, "third": {"eta": 0.4}'))
+    for seed in range(4):
+        for rank, name in enumerate(names):
+            where = fake(
+                out, f"{name.lower()}-seed{seed}", [0.1, 0.3, 0.4 + rank * (5 + seed) / 90]
+            )
+            path = where / journal.METRICS
+            bad = "NaN" if name == "Lopti" and seed == 1 else "0.5"
+            path.write_text(path.read_text().replace('"entropy": 0.5', f'"entropy": {bad}'))
+    command = ["study", str(small), "--out", str(out), "--report", "--seeds", *"0123"]
+    main(command)
+    strict = lambda: json.loads((out / "results.json").read_text(), parse_constant=pytest.fail)
+    entries = {(e["variant"], e["figure"]): e for e in strict()["summary"]}
+    assert entries["Lopti", "entropy"]["n"] == 3
+    assert entries["third", "entropy"]["difference"]["holm"] == 1.0
+    [one] = [run for run in strict()["runs"] if run["name"] == "lopti-seed1"]
+    assert one["figures"]["entropy"] is None
+    before = strict()
+    path = out / "results.json"
+    path.write_text(path.read_text().replace('"entropy": null', '"entropy": NaN'))  # an older one
+    shutil.rmtree(out / "runs")
+    main(command)
+    assert strict() == before
+
+
+def test_a_flag_that_is_infinite_goes_into_the_results_and_out_of_them(
+    small, tmp_path, out, planned
+):
+    mine, last = tmp_path / "mine.py", "    seed: int = 0,\n"
+    mine.write_text(QUICK.read_text().replace(last, last + "    most: float = 0.0,\n"))
+    text = SMALL.replace(str(QUICK), str(mine))
+    small.write_text(text.replace('{"steps": 2,', '{"most": float("inf"), "steps": 2,'))
+    for name in ("plain-seed0", "lopti-seed0"):
+        fake(out, name, [0.1, 0.2, 0.4])
+    main(["study", str(small), "--out", str(out), "--report"])
+    shutil.rmtree(out / "runs")
+    assert [*planned(small, "--out", out, "--seeds", "0")] == []
+
+
 def test_names_with_dollars_stand_in_the_pictures_as_they_are(small, out):
     """Between two of them matplotlib reads mathematics, which it may not understand."""
     small.write_text(
