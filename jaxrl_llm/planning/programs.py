@@ -140,6 +140,16 @@ class Step:
         slots, rows = native.shared_out(engine.slots, engine.prefill_prompts, devices, devices)
         return replace(engine, slots=slots, prefill_prompts=rows)
 
+    @property
+    def prompt_columns(self) -> int:
+        """Tokens of the longest prompt as the embedded engine pads it."""
+        return native.padded(self.config.collate.prompt_length, native.SHORTEST)
+
+    @property
+    def cache_columns(self) -> int:
+        """Tokens of a slot for which the cache has room in the end."""
+        return self.prompt_columns + self.config.collate.response_length
+
     @cached_property
     def generator(self) -> Any:
         definition, engine = self.policy.definition, self.engine
@@ -174,8 +184,7 @@ class Step:
     @cached_property
     def cache(self) -> Any:
         """Keys and values of all slots for the longest prompts and responses."""
-        limit = self.config.collate
-        size = self.engine.slots, limit.prompt_length + limit.response_length
+        size = self.engine.slots, self.cache_columns
         with compiling_for(self.generator.mesh):
             empty = jax.jit(lambda weights: self.generator.empty(*size), keep_unused=True)
             shapes = jax.eval_shape(empty, self.weights)
@@ -227,7 +236,7 @@ class Step:
         others, learned = self._bytes(*BESIDE), self.beside_sampler
         stride = native.STRIDE if self.generator.static else 1  # tokens a run
         turns = -(-config.prompts * config.group_size // engine.slots)
-        filled = (limit.prompt_length + tokens / 2) / (limit.prompt_length + limit.response_length)
+        filled = (limit.prompt_length + tokens / 2) / self.cache_columns
         gather = Program("gather", self._gather, beside=others)
         prefill = Program(
             "prefill",
@@ -312,7 +321,7 @@ class Step:
         return self._sampled_by(jax.jit(self.generator.weights), self.params)
 
     def _prefill(self) -> jax.stages.Compiled:
-        shape = (self.engine.prefill_prompts, self.config.collate.prompt_length)
+        shape = (self.engine.prefill_prompts, self.prompt_columns)
         where = NamedSharding(self.generator.mesh, P())
         given = (like(np.zeros(x, np.int32), where) for x in (shape, shape[:1]))
         return self._sampled_by(jax.jit(self.generator.prefill), self.weights, *given)

@@ -15,7 +15,6 @@ from jaxrl_llm.planning.machines import Machine
 from jaxrl_llm.planning.plan import Plan, plan, step_of
 from jaxrl_llm.planning.programs import BESIDE, Step, local_bytes
 from jaxrl_llm.rollouts.engines import SLOTS, Native
-from jaxrl_llm.rollouts.native import padded
 
 ROOM = 0.95  # of a device's memory that is filled by choice: a plan does not see fragmentation
 COARSEST = 16  # packed micro-batches at least: the last one used is computed whole, however empty
@@ -88,9 +87,9 @@ def estimated(config: Config, machine: Machine, shape: qwen2.Shape) -> dict[str,
             cache, together = step.on_device["cache"], step.generator.mesh.shape["tensor"]
             responses = config.prompts * config.group_size
             prompts = -(-min(config.engine.prefill_prompts, responses) // devices) * together
-            length = padded(limit.prompt_length)
+            length = step.prompt_columns
             layer = _within_a_layer(config, shape, length) / together
-            passing = prompts * length * (cache / columns + layer)
+            passing = prompts * length * (cache / step.cache_columns + layer)
             weights = step.on_device.get("sampler's copy", step.on_device["parameters"])
             held = step.beside_sampler + weights
             # while a cache grows one of its layers is there twice

@@ -21,12 +21,14 @@ from jaxrl_llm.config import Mesh, Pretrained
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import hf, qwen2, sharding
+from jaxrl_llm.models.generation import CpuGenerator
 from jaxrl_llm.planning import flops, machines, report, search, sizes
 from jaxrl_llm.planning import plan as plans
 from jaxrl_llm.planning.hlo import Collective
 from jaxrl_llm.planning.programs import Step
 from jaxrl_llm.rollouts.engines import Native
 from jaxrl_llm.rollouts.native import NativeSampler
+from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.tasks.knights_knaves import tiny as kk_tiny
 from tests import tiny
 from tests.planning.records import SMALL, worse
@@ -95,6 +97,40 @@ def test_slots_are_planned_as_the_engine_has_them():
     sampler = NativeSampler(step.generator, slots=13, prefill_prompts=3)
     assert (step.engine.slots, step.engine.prefill_prompts) == (16, 8)
     assert (sampler.slots, sampler.prefill_prompts) == (16, 8)
+
+
+def test_a_plan_has_the_prompts_and_the_cache_of_the_engine(monkeypatch):
+    """Which pads prompts to a power of two."""
+    config = quick.config()
+    config = replace(
+        config,
+        collate=replace(config.collate, prompt_length=20, response_length=8),
+        engine=Native(slots=8, prefill_prompts=8, block=8),
+    )
+    mesh, called = sharding.make_mesh(1, 1, 1, jax.devices()[:1]), {"empty": [], "prefill": []}
+    step = Step(config, config.model.shape, mesh, 2**34)
+
+    def recorded(name):
+        """What a program of the engine reads, in shapes, and what it gives."""
+        program = getattr(CpuGenerator, name)
+
+        def run(self, *arguments):
+            result = program(self, *arguments)
+            called[name].append(jax.tree.map(jax.numpy.shape, (arguments[-2:], result)))
+            return result
+
+        monkeypatch.setattr(CpuGenerator, name, run)
+
+    recorded("empty")
+    recorded("prefill")
+    planned = {program.name: program for program in step.programs()}
+    planned["prefill"].compile()
+    with jax.set_mesh(mesh):
+        sampler = NativeSampler(step.generator, slots=8, prefill_prompts=8)
+        sampler.push(qwen2.init(step.shape), 0)
+        sampler.submit([[2 + i] * 20 for i in range(8)], n=1, sampling=Sampling(max_tokens=8))
+    for plan, run in called.values():
+        assert plan == run
 
 
 def test_a_plan_for_the_devices_here_is_printed_and_written(capsys, tmp_path, monkeypatch):
