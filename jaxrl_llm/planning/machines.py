@@ -9,18 +9,21 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
+from jax.typing import DTypeLike
 
 from jaxrl_llm.accelerators import host_memory
 from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.models import sharding
 
 GB, GIB = 10**9, 2**30
+PASSES = 6  # over bfloat16, by which a TPU multiplies float32 with all bits
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,8 @@ class Chip:
     `memory` is what its driver gives to programs. `bandwidth` is that of the memory, `link` to the
     other devices of its slice or node, `network` to devices beyond, `host` to the memory of its
     host (not published for TPUs: a guess). Drivers and compilers call it `kind`; of GPUs they ask
-    the compute capability too, and the numbers of cores and bytes of their cache.
+    the compute capability too, and the numbers of cores and bytes of their cache. `whole` is FLOP/s
+    in float32 with all bits, without tensor cores (0: as a TPU has them).
     """
 
     platform: Literal["tpu", "cuda", "here"]
@@ -44,31 +48,38 @@ class Chip:
     capability: float = 0.0
     cores: int = 0
     cache: int = 0
+    whole: float = 0.0
+
+    def computing(self, dtype: DTypeLike) -> "Chip":
+        """The chip with the FLOP/s of the models' products in this precision."""
+        if jnp.dtype(dtype) != jnp.float32:
+            return self
+        return replace(self, flops=self.whole or self.flops / PASSES)
 
 
-def _gpu(kind: str, capability: float, cores: int, cache: int, memory: float, flops: float,
+def _gpu(kind: str, capability: float, cores: int, cache: int, memory: float, flops: tuple[float, float],
          bandwidth: float, link: float, host: float, network: float = 6e9) -> Chip:  # fmt: skip
-    """Cache in MiB, memory in GiB, FLOP/s in T, bytes/s in G."""
-    whole = int(memory * GIB)
-    rates = (flops * 1e12, bandwidth * GB, link * GB, network, host * GB)
-    return Chip("cuda", whole, *rates, kind, capability, cores, cache * 2**20)
+    """Cache in MiB, memory in GiB, FLOP/s in T (in bfloat16, in float32), bytes/s in G."""
+    size, (half, whole) = int(memory * GIB), (rate * 1e12 for rate in flops)
+    rates = (half, bandwidth * GB, link * GB, network, host * GB)
+    return Chip("cuda", size, *rates, kind, capability, cores, cache * 2**20, whole)
 
 
 CHIPS = {
     "v5e": Chip("tpu", int(15.75 * GIB), 197e12, 0.82e12, 100e9, 6e9, 16e9, "TPU v5 lite"),
     "v5p": Chip("tpu", 95 * GIB, 459e12, 2.77e12, 300e9, 6e9, 16e9, "TPU v5"),
     "v6e": Chip("tpu", int(31.24 * GIB), 918e12, 1.64e12, 200e9, 12e9, 16e9, "TPU v6 lite"),
-    "t4": _gpu("Tesla T4", 7.5, 40, 4, 14.6, 65, 320, 16, 16),
-    "a10": _gpu("NVIDIA A10", 8.6, 72, 6, 22.0, 125, 600, 32, 32),
-    "a100-40": _gpu("NVIDIA A100-SXM4-40GB", 8.0, 108, 40, 39.4, 312, 1555, 300, 32, 25e9),
-    "a100-80": _gpu("NVIDIA A100-SXM4-80GB", 8.0, 108, 40, 79.1, 312, 2039, 300, 32, 25e9),
-    "l4": _gpu("NVIDIA L4", 8.9, 58, 48, 22.0, 121, 300, 32, 32),
-    "rtx4090": _gpu("NVIDIA GeForce RTX 4090", 8.9, 128, 72, 23.5, 165, 1008, 32, 32),
-    "rtx5090": _gpu("NVIDIA GeForce RTX 5090", 12.0, 170, 96, 31.3, 209, 1792, 64, 64),
-    "h100": _gpu("NVIDIA H100 80GB HBM3", 9.0, 132, 50, 79.1, 989, 3350, 450, 64, 50e9),
-    "h200": _gpu("NVIDIA H200", 9.0, 132, 50, 139.8, 989, 4800, 450, 64, 50e9),
-    "gh200": _gpu("NVIDIA GH200 480GB", 9.0, 132, 50, 94.5, 989, 4000, 450, 450, 50e9),
-    "b200": _gpu("NVIDIA B200", 10.0, 148, 126, 178.3, 2250, 7700, 900, 64, 50e9),
+    "t4": _gpu("Tesla T4", 7.5, 40, 4, 14.6, (65, 8.1), 320, 16, 16),
+    "a10": _gpu("NVIDIA A10", 8.6, 72, 6, 22.0, (125, 31.2), 600, 32, 32),
+    "a100-40": _gpu("NVIDIA A100-SXM4-40GB", 8.0, 108, 40, 39.4, (312, 19.5), 1555, 300, 32, 25e9),
+    "a100-80": _gpu("NVIDIA A100-SXM4-80GB", 8.0, 108, 40, 79.1, (312, 19.5), 2039, 300, 32, 25e9),
+    "l4": _gpu("NVIDIA L4", 8.9, 58, 48, 22.0, (121, 30.3), 300, 32, 32),
+    "rtx4090": _gpu("NVIDIA GeForce RTX 4090", 8.9, 128, 72, 23.5, (165, 82.6), 1008, 32, 32),
+    "rtx5090": _gpu("NVIDIA GeForce RTX 5090", 12.0, 170, 96, 31.3, (209, 104.8), 1792, 64, 64),
+    "h100": _gpu("NVIDIA H100 80GB HBM3", 9.0, 132, 50, 79.1, (989, 67), 3350, 450, 64, 50e9),
+    "h200": _gpu("NVIDIA H200", 9.0, 132, 50, 139.8, (989, 67), 4800, 450, 64, 50e9),
+    "gh200": _gpu("NVIDIA GH200 480GB", 9.0, 132, 50, 94.5, (989, 67), 4000, 450, 450, 50e9),
+    "b200": _gpu("NVIDIA B200", 10.0, 148, 126, 178.3, (2250, 75), 7700, 900, 64, 50e9),
 }
 # shared memory in KiB and threads of a core, by compute capability
 CORE = {7.5: (64, 1024), 8.0: (164, 2048), 8.6: (100, 1536), 8.9: (100, 1536), 9.0: (228, 2048),

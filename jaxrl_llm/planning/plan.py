@@ -7,7 +7,7 @@ bytes, at the rates of a data sheet.
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -105,6 +105,7 @@ def plan(
 
     `tokens` is the mean length of a response for estimates of time (0: the limit).
     """
+    machine = replace(machine, chip=machine.chip.computing(config.compute.dtype))
     step = step_of(config, machine, shape)
     mesh, compiled = step.mesh, []
     with machines.compiling_for(mesh):

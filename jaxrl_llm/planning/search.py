@@ -90,7 +90,8 @@ def candidates(config: Config, shape: qwen2.Shape, machine: Machine) -> list[Con
 
 def estimate(layout: Config, shape: qwen2.Shape, machine: Machine) -> float:
     """Seconds of a step's updates: arithmetic, gathered weights, sums over tensor and data, offload."""
-    chip, limit, mesh = machine.chip, layout.collate, layout.mesh
+    limit, mesh = layout.collate, layout.mesh
+    chip = machine.chip.computing(layout.compute.dtype)
     recompute, stages = bool(layout.compute.remat), layout.loss.stages
     rows, length = layout.prompts * layout.group_size, limit.prompt_length + limit.response_length
     parameters = qwen2.parameter_count(shape)

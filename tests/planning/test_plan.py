@@ -25,8 +25,8 @@ from jaxrl_llm.models.generation import CpuGenerator
 from jaxrl_llm.planning import flops, machines, report, search, sizes
 from jaxrl_llm.planning import plan as plans
 from jaxrl_llm.planning.hlo import Collective
-from jaxrl_llm.planning.programs import Step
-from jaxrl_llm.rollouts.engines import Native
+from jaxrl_llm.planning.programs import Program, Step
+from jaxrl_llm.rollouts.engines import Native, Vllm
 from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.tasks.knights_knaves import tiny as kk_tiny
@@ -267,6 +267,36 @@ def test_layouts_divide_evenly_where_any_does(devices):
     rows = config.prompts * config.group_size // config.collate.minibatches
     for layout in layouts:
         mesh = layout.mesh
+def test_products_of_float32_take_their_own_time():
+    """They keep all bits, so no tensor core helps; on a TPU they are six passes of bfloat16."""
+    program = Program("update", pytest.fail, flops=8 * 10**15)
+    for name, times in (("t4", 65 / 8.1), ("h100", 989 / 67), ("b200", 2250 / 75), ("v5e", 6)):
+        whole, half = (
+            plans._seconds(program, replace(TOY, chip=machines.CHIPS[name].computing(dtype)), [])
+            for dtype in ("float32", "bfloat16")
+        )
+        assert whole["arithmetic"] / half["arithmetic"] == pytest.approx(times)
+    config = quick.config(warm_steps=0)
+    one = replace(config, mesh=Mesh(1, 1, 1))
+    half = replace(one, compute=qwen2.Compute(dtype="bfloat16"))
+    there = replace(TOY, chip=replace(TOY.chip, whole=1e6))  # nothing else takes as long
+    whole, half = (search.estimate(x, config.model.shape, there) for x in (one, half))
+    work = flops.of_step(config, config.model.shape, config.collate.response_length)["update"]
+    assert whole == pytest.approx(work / 8 / 1e6, rel=0.01)
+    assert half < whole / 1000
+    assert not machines.machine("here").chip.computing("float32").flops  # unknown stays unknown
+
+
+def test_a_plan_takes_the_rate_of_the_precision_that_it_computes_in(monkeypatch):
+    rates = []
+    monkeypatch.setattr(plans, "_compiled", lambda _, machine: rates.append(machine.chip.flops))
+    there = replace(TOY, devices=tuple(jax.devices()), chip=replace(TOY.chip, whole=1e6))
+    for dtype in ("float32", "bfloat16"):
+        config = replace(quick.config(), compute=qwen2.Compute(dtype=dtype))
+        assert plans.plan(config, there, config.model.shape, only=("credit",)).timed
+    assert rates == [1e6, 1e12]
+
+
         assert mesh.tensor * mesh.fsdp * mesh.data == devices
         assert config.model.shape.num_heads % mesh.tensor == 0
         assert devices != 8 or rows % (mesh.fsdp * mesh.data) == 0
