@@ -45,15 +45,15 @@ FOR_GPUS = "install jaxrl-llm[cuda], which needs driver 580 or newer, or jaxrl-l
 FOR_TPUS = "install jaxrl-llm[tpu]"
 
 
-def share_of_a_gpu(memory: int | None = None) -> float:
+def share_of_a_gpu(memory: int | None = None, *, left: float = 0.0) -> float:
     """The share that JAX takes of a GPU of so many bytes (None: of those here).
 
-    As the environment says, else `OF_A_GPU`, or less to leave `LEFT`.
+    As the environment says, else `OF_A_GPU`, or less to leave `LEFT`, without what is `left` to others.
     """
     name = next(filter(os.environ.get, FRACTIONS), None)
     own = _by_rule(gpu_memory())
     if name is None or os.environ[name] == str(own):
-        return _by_rule(memory or gpu_memory())
+        return _by_rule(memory or gpu_memory()) - left
     return _fraction(name)
 
 
@@ -101,7 +101,7 @@ def leave(share: float) -> None:
 
     In time only before JAX has started.
     """
-    if whole := _own_share():
+    if share and (whole := _own_share()):
         os.environ[FRACTIONS[0]] = str(round(whole - share, 3))
 
 

@@ -4,11 +4,13 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from jaxrl_llm import accelerators
 from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.planning import machines, report
 from jaxrl_llm.planning.plan import Plan, plan, shape_of
+from jaxrl_llm.rollouts.engines import share_of
 from jaxrl_llm.training import terminal
 
 
@@ -36,6 +38,8 @@ def run(words: list[str]) -> None:
 def main(options: Options, config: Config) -> None:
     """Compile a config for a machine, allocating nothing: memory, traffic, time, remedies."""
     console = terminal.plain(stderr=options.json)
+    if options.on == "here":  # what JAX has there is planned, and the next line starts it
+        accelerators.leave(share_of(config.engine))
     machine = machines.machine(options.on)
     if options.tokens < 0 or options.tokens > config.collate.response_length:
         limit = config.collate.response_length

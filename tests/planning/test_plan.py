@@ -297,6 +297,57 @@ def test_a_plan_takes_the_rate_of_the_precision_that_it_computes_in(monkeypatch)
     assert rates == [1e6, 1e12]
 
 
+def test_a_server_on_the_same_gpus_leaves_a_plan_what_it_leaves_a_run(monkeypatch):
+    """Nothing is taken off a share that the environment sets: a run does not either."""
+    config = replace(quick.config(), engine=Vllm(share=0.4))
+    there = replace(TOY, devices=tuple(jax.devices()), chip=replace(TOY.chip, memory=80 * 2**30))
+    memory = lambda: plans.step_of(config, there, config.model.shape).memory / there.chip.memory
+    for name in accelerators.FRACTIONS:
+        monkeypatch.setenv(name, "")
+    assert memory() == pytest.approx(0.94 - 0.4)
+    for name in accelerators.FRACTIONS:
+        monkeypatch.setenv(name, "0.5")
+        assert memory() == pytest.approx(0.5)
+        monkeypatch.setenv(name, "")
+
+
+def test_a_plan_for_the_gpus_here_leaves_a_server_its_share_before_jax_starts(
+    tmp_path, monkeypatch
+):
+    """As `train` does, since what JAX has then is what is planned; for other machines not."""
+    config = tmp_path / "mine.py"
+    config.write_text(
+        "from dataclasses import replace\nfrom jaxrl_llm.rollouts.engines import Vllm\n"
+        "from tests.training import quick\n"
+        "def config(): return replace(quick.config(), engine=Vllm(share=0.4))\n"
+    )
+    asked = []
+
+    def machine(name):
+        asked.append((name, os.environ[accelerators.FRACTIONS[0]]))
+        raise UserError("enough")
+
+    monkeypatch.setattr(machines, "machine", machine)
+    for on in ("h100x8", "here"):
+        for name in accelerators.FRACTIONS:
+            monkeypatch.setenv(name, "")
+        with pytest.raises(SystemExit):
+            main(["plan", str(config), "--on", on])
+    assert asked == [("h100x8", "0.94"), ("here", "0.54")]
+
+
+# The search.
+
+
+@pytest.mark.parametrize("devices", [3, 6, 8, 24])
+def test_layouts_divide_evenly_where_any_does(devices):
+    """Where none does, the collator fills rows up."""
+    config, machine = quick.config(), replace(TOY, devices=tuple(range(devices)))
+    layouts = search.candidates(config, config.model.shape, machine)
+    assert layouts
+    rows = config.prompts * config.group_size // config.collate.minibatches
+    for layout in layouts:
+        mesh = layout.mesh
         assert mesh.tensor * mesh.fsdp * mesh.data == devices
         assert config.model.shape.num_heads % mesh.tensor == 0
         assert devices != 8 or rows % (mesh.fsdp * mesh.data) == 0
