@@ -12,6 +12,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxrl_llm import storage
 from jaxrl_llm.config import Config, Pretrained
 from jaxrl_llm.learning import update
 from jaxrl_llm.learning.programs import Programs
@@ -367,10 +368,14 @@ class Step:
 
 
 def model_shape(model: Pretrained) -> qwen2.Shape:
-    """The architecture of a pretrained model; for a preset without any file."""
-    name, presets = model.name.rpartition("/")[2], families.PRESETS
-    known = presets.get(name) or presets.get(name.removesuffix("-Instruct"))
-    known = known or hf.load_shape(hf.resolve(model.name, model.revision))
+    """The architecture of a pretrained model; for a preset without any file.
+
+    A folder, which may have a preset's name, is read.
+    """
+    where, presets = storage.local(model.name), families.PRESETS
+    known = presets.get(where.name) or presets.get(where.name.removesuffix("-Instruct"))
+    if known is None or storage.is_url(model.name) or where.is_dir():
+        known = hf.load_shape(hf.resolve(where, model.revision))
     return lora.shape_with_adapters(known, model.lora)
 
 

@@ -232,6 +232,16 @@ def test_published_models_are_known_by_name():
 
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"], ["configs"]])
 def test_help_does_not_ask_the_driver(words, monkeypatch):
+def test_a_folder_is_planned_as_what_it_holds(tmp_path, monkeypatch):
+    """Whatever its name; only one that is none stands for a preset."""
+    write_model(tmp_path / "Qwen2.5-3B", words=kk_tiny.vocabulary())
+    held = hf.load_shape(tmp_path / "Qwen2.5-3B")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("Qwen2.5-3B", str(tmp_path / "Qwen2.5-3B"), "~/Qwen2.5-3B"):
+        assert plans.shape_of(replace(quick.config(), model=Pretrained(name))) == held
+
+
     monkeypatch.setattr(accelerators, "ask_driver", pytest.fail)
     monkeypatch.setattr(accelerators, "present", lambda kind="": 1)
     accelerators.gpu_memory.cache_clear()
