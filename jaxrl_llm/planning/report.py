@@ -62,7 +62,7 @@ def verdict(plan: Plan) -> str:
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
-    """The whole plan, for programs; sizes in bytes, times in seconds."""
+    """The whole plan, for programs; sizes in bytes, times in seconds, None without a data sheet."""
     return {
         "machine": plan.machine,
         "mesh": dict(plan.mesh),
@@ -74,13 +74,13 @@ def as_json(plan: Plan) -> dict[str, Any]:
         "parts": dict(plan.on_device),
         "waiting": dict(plan.on_hosts),
         "left_whole": list(plan.left_whole),
-        "seconds": dict(zip(("least", "most"), plan.seconds, strict=True)),
-        "programs": {program.name: _fields(program) for program in plan.programs},
+        "seconds": dict(zip(("least", "most"), plan.seconds, strict=True)) if plan.timed else None,
+        "programs": {program.name: _fields(program, plan.timed) for program in plan.programs},
     }
 
 
-def _fields(program: Compiled) -> dict[str, Any]:
-    fields = {**vars(program)}
+def _fields(program: Compiled, timed: bool) -> dict[str, Any]:
+    fields = {**vars(program)} | ({} if timed else {"seconds": None})
     del fields["name"], fields["collectives"]  # collectives are many, and are put last
     return fields | {"collectives": [{**vars(c), "sent": c.sent} for c in program.collectives]}
 
