@@ -26,6 +26,7 @@ from jaxrl_llm.learning import update as updates
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.models import hf, logprobs, qwen2, sharding
 from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.models.primitives import precision
 from jaxrl_llm.objectives import Objective, advantages, kl, partition
 from jaxrl_llm.planning import flops
 from jaxrl_llm.rollouts import engines
@@ -425,10 +426,10 @@ def table(title: str, seconds: Mapping[str, list[float]], columns: Columns) -> r
 
 
 def matmul_rate(dtype: DTypeLike) -> float:
-    """Measured FLOP/s of a 2048-cubed matrix product: a practical ceiling of this machine."""
+    """Measured FLOP/s of a 2048-cubed matrix product, as models have them: a practical ceiling here."""
     n = 2048
     x = jax.random.normal(jax.random.key(0), (n, n), dtype)
-    product = jax.jit(lambda x: x @ x)
+    product = jax.jit(lambda x: jnp.matmul(x, x, precision=precision(x, x)))
     product(x).block_until_ready()
     best = np.inf
     for _ in range(8):
