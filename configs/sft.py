@@ -71,16 +71,19 @@ def config(
     # the first token of a row is its prompt: what is left of the length may be said by anybody
     collate = Collator(1, length - 1, microbatches=microbatches or batch, pack=True)
     return Config(
-        task=lambda _: conversations.task(
-            data,
-            reward,
-            weights=weights,
-            test=test,
-            held_out=held_out,
-            prompt_column=prompt_column,
-            completion_column=completion_column,
-            answer_column=answer_column,
-            seed=seed,
+        task=conversations.Later(
+            lambda: conversations.task(
+                data,
+                reward,
+                weights=weights,
+                test=test,
+                held_out=held_out,
+                prompt_column=prompt_column,
+                completion_column=completion_column,
+                answer_column=answer_column,
+                seed=seed,
+            ),
+            graded=bool(reward),
         ),
         model=Pretrained(
             model, chat=chat, lora=qwen2.Lora(rank=lora, alpha=2.0 * lora) if lora else None

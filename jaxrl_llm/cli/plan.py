@@ -10,6 +10,7 @@ from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.planning import machines, report
 from jaxrl_llm.planning.plan import Plan, plan, shape_of
+from jaxrl_llm.planning.programs import first_phase
 from jaxrl_llm.rollouts.engines import share_of
 from jaxrl_llm.training import terminal
 
@@ -37,7 +38,7 @@ def run(words: list[str]) -> None:
 
 def main(options: Options, config: Config) -> None:
     """Compile a config for a machine, allocating nothing: memory, traffic, time, remedies."""
-    console = terminal.plain(stderr=options.json)
+    console, config = terminal.plain(stderr=options.json), first_phase(config)
     if options.on == "here":  # what JAX has there is planned, and the next line starts it
         accelerators.leave(share_of(config.engine))
     machine = machines.machine(options.on)
@@ -54,7 +55,7 @@ def main(options: Options, config: Config) -> None:
     if options.json:
         print(json.dumps(report.as_json(planned), indent=1))
         return
-    for part in report.tables(planned, config.steps):
+    for part in report.tables(planned, config.steps or config.warm_steps):
         console.print(part)
 
 

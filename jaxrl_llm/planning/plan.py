@@ -123,7 +123,7 @@ def plan(
             timed=machine.chip.flops > 0,
             on_hosts=step.on_hosts,
             left_whole=sharding.left_whole(step.state.params, mesh),
-            sizes=config.sizes,
+            sizes={n: x for n, x in config.sizes.items() if n != "slots" or step.samples},
         )
 
 

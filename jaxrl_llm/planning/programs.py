@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm import storage
 from jaxrl_llm.config import Config, Pretrained
-from jaxrl_llm.learning import update
+from jaxrl_llm.learning import imitate, update
 from jaxrl_llm.learning.programs import Programs
 from jaxrl_llm.models import families, hf, logprobs, lora, qwen2, sharding
 from jaxrl_llm.models.policy import Policy, fewest_devices
@@ -24,6 +24,7 @@ from jaxrl_llm.planning.machines import compiling_for
 from jaxrl_llm.rollouts import native, slots
 from jaxrl_llm.rollouts.engines import Native
 from jaxrl_llm.rollouts.trajectory import Trajectory
+from jaxrl_llm.tasks.task import Rows
 
 BESIDE = ("optimizer", "reference", "teacher")  # arrays that may wait in the memory of the host
 
@@ -53,6 +54,13 @@ class Step:
     shape: qwen2.Shape
     mesh: Mesh
     memory: int
+
+    @property
+    def samples(self) -> bool:
+        """True if the run samples responses by the embedded engine, in steps or to validate."""
+        task, embedded = self.config.task, isinstance(self.config.engine, Native)
+        validates = not isinstance(task, Rows) or task.graded
+        return embedded and (self.config.steps > 0 or validates)
 
     @property
     def sharing_positions(self) -> int:
@@ -144,7 +152,10 @@ class Step:
     @property
     def prompt_columns(self) -> int:
         """Tokens of the longest prompt as the embedded engine pads it."""
-        return native.padded(self.config.collate.prompt_length, native.SHORTEST)
+        limit, rows = self.config.collate, isinstance(self.config.task, Rows)
+        # of a row to imitate nearly all may be asked
+        longest = limit.prompt_length + (limit.response_length if rows else 0)
+        return native.padded(longest, native.SHORTEST)
 
     @property
     def cache_columns(self) -> int:
@@ -208,7 +219,7 @@ class Step:
         parts = {"parameters": params, "frozen": local_bytes(self.frozen)}
         parts |= {name: local_bytes(x) - host_bytes(x) for name, x in self._beside.items()}
         parts = {name: size for name, size in parts.items() if size}
-        if isinstance(config.engine, Native):
+        if self.samples:
             parts["cache"] = local_bytes(self.cache)
             if self.copies_weights:
                 parts["sampler's copy"] = local_bytes(self.weights)
@@ -228,8 +239,12 @@ class Step:
         """In the order of a step; `tokens` is the mean length of a response (0: the limit)."""
         tokens = tokens or self.config.collate.response_length
         work = flops.of_step(self.config, self.shape, tokens)
-        sampling = isinstance(self.config.engine, Native)  # vLLM has devices of its own
-        return (self._sampling(tokens, work) if sampling else []) + self._learning(tokens, work)
+        sampling = self._sampling(tokens, work) if self.samples else []
+        if self.config.steps:
+            return sampling + self._learning(tokens, work)
+        # a warm start scores nothing, and samples only to validate, which is no part of its steps
+        sampling = [replace(program, runs=0, flops=0) for program in sampling]
+        return sampling + self._learning(tokens, work)[-2:]
 
     def _sampling(self, tokens: int, work: Mapping[str, int]) -> list[Program]:
         config, limit, engine = self.config, self.config.collate, self.engine
@@ -365,6 +380,25 @@ class Step:
         program: Any = self._programs.update
         frozen = () if self.frozen is None else (self.frozen,)
         return program.lower(self.state, self.credited, *frozen).compile()
+
+
+def first_phase(config: Config) -> Config:
+    """The config, or if it has no steps of reinforcement its warm start's, as steps like those."""
+    warm = config.warm_start
+    if config.steps or warm is None:
+        return config
+    return replace(
+        config,
+        objective=imitate.IMITATION,
+        optimizer=warm.optimizer,
+        collate=warm.collate,
+        prompts=warm.batch,
+        group_size=1,
+        reference=False,
+        teacher=None,
+        max_lag=0,
+        max_resamples=0,
+    )
 
 
 def model_shape(model: Pretrained) -> qwen2.Shape:

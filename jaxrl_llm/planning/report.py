@@ -22,7 +22,7 @@ REMEDIES = {
 
 
 def tables(plan: Plan, steps: int) -> Iterator[Any]:
-    """Tables and lines for rich: memory, whether it fits, traffic, and time for `steps` steps."""
+    """Tables and lines for rich: memory, whether it fits, traffic, and time for `steps` (0: unknown)."""
     yield _memory(plan)
     yield f"{sized(plan.sizes)}; {verdict(plan)}"
     yield from plan.left_whole
@@ -31,10 +31,11 @@ def tables(plan: Plan, steps: int) -> Iterator[Any]:
     if plan.timed:
         yield _time(plan)
         least, most = plan.seconds
+        whole = f"; {steps} steps {_duration(steps * least)} to {_duration(steps * most)}"
         yield (
-            f"a step takes {_duration(least)} if everything overlaps, {_duration(most)} if nothing does; "
-            f"{steps} steps {_duration(steps * least)} to {_duration(steps * most)}. These are estimates: "
-            "what was counted, at the rates of the data sheet; kernels reach about half of them"
+            f"a step takes {_duration(least)} if everything overlaps, {_duration(most)} if nothing does"
+            f"{whole if steps else ''}. These are estimates: what was counted, at the "
+            "rates of the data sheet; kernels reach about half of them"
         )
         waits, again = plan.programs[-1].seconds, plan.programs[-1].recomputed
         once = (1 - again) * waits["arithmetic"]

@@ -83,7 +83,7 @@ def estimated(config: Config, machine: Machine, shape: qwen2.Shape) -> dict[str,
     sizes, shards = dict[str, int](), step.mesh.shape["data"] * step.mesh.shape["fsdp"]
     width, tensor = jnp.dtype(config.compute.dtype).itemsize, step.mesh.shape["tensor"]
     with machines.compiling_for(step.mesh):
-        if isinstance(config.engine, Native):
+        if step.samples and isinstance(config.engine, Native):
             cache, together = step.on_device["cache"], step.generator.mesh.shape["tensor"]
             responses = config.prompts * config.group_size
             prompts = -(-min(config.engine.prefill_prompts, responses) // devices) * together

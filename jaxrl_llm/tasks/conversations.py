@@ -1,7 +1,7 @@
 """A table of conversations as a task: the assistant's turns are imitated, and graded if there is a reward."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -110,6 +110,18 @@ class Conversations(Questions):
             raise UserError(
                 f"{where}: there is a token in it that ends a response: change the row, or leave it out"
             )
+
+
+@dataclass(frozen=True)
+class Later:
+    """`make`s a task when a run begins; that it is `graded` is known before its data are read."""
+
+    make: Callable[[], Conversations]
+    graded: bool
+
+    def __call__(self, folder: Path, /) -> Conversations:
+        del folder
+        return self.make()
 
 
 def task(

@@ -16,6 +16,7 @@ import rich.console
 
 from jaxrl_llm import accelerators
 from jaxrl_llm.accelerators import host_memory, share_of_a_gpu
+from jaxrl_llm.cli import plan as cli
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.config import Mesh, Pretrained
 from jaxrl_llm.errors import UserError
@@ -25,7 +26,7 @@ from jaxrl_llm.models.generation import CpuGenerator
 from jaxrl_llm.planning import flops, machines, report, search, sizes
 from jaxrl_llm.planning import plan as plans
 from jaxrl_llm.planning.hlo import Collective
-from jaxrl_llm.planning.programs import Program, Step
+from jaxrl_llm.planning.programs import Program, Step, first_phase
 from jaxrl_llm.rollouts.engines import Native, Vllm
 from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.rollouts.sampler import Sampling
@@ -146,6 +147,56 @@ def test_a_plan_for_the_devices_here_is_printed_and_written(capsys, tmp_path, mo
     assert found["seconds"] is None  # there is no data sheet
     assert {program["seconds"] for program in found["programs"].values()} == {None}
     assert not any(tmp_path.iterdir())
+
+
+def of_sft(*flags):
+    """The words that plan a run of supervised learning; its data need not be there."""
+    sized = "--batch", "8", "--microbatches", "1", "--length", "64"
+    return "plan", "sft", "--model", "model", "--data", "nowhere.jsonl", *sized, *flags
+
+
+def test_supervised_learning_is_planned_without_what_it_does_not_do(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "model", words=kk_tiny.vocabulary())
+    main([*of_sft("--json")])
+    found = json.loads(capsys.readouterr().out)
+    assert [*found["programs"]] == ["credit", "update"]
+    assert found["sizes"] == {"microbatches": 1}
+    assert not {"cache", "sampler's copy"} & found["parts"].keys()
+
+
+def test_supervised_learning_with_rewards_samples_to_validate(tmp_path, monkeypatch):
+    """Whose prompts may be nearly as long as rows; that is no time of a step."""
+    monkeypatch.chdir(tmp_path)
+    write_model(tmp_path / "model", words=kk_tiny.vocabulary())
+    planned = []
+    monkeypatch.setattr(cli, "plan", lambda config, *_, **__: planned.append(config) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main([*of_sft("--reward", "exact")])
+    step = plans.step_of(planned[0], machines.machine("here"), plans.shape_of(planned[0]))
+    programs = {program.name: program for program in step.programs()}
+    assert [*programs] == ["prefill", "decode", "credit", "update"]
+    assert programs["decode"].runs == programs["decode"].flops == 0
+    assert step.on_device["cache"] > 0
+    assert step.prompt_columns == 64
+
+
+def test_without_steps_of_reinforcement_the_warm_start_is_planned(capsys):
+    config = quick.config(steps=0)
+    config = replace(config, warm_start=replace(config.warm_start, batch=16))
+    step = Step(first_phase(config), config.model.shape, sharding.make_mesh(), 2**34)
+    warm = config.warm_start
+    assert step.batch.mask.shape[0] == warm.batch != config.prompts * config.group_size
+    assert [program.name for program in step.programs()][-2:] == ["credit", "update"]
+    assert "reference" not in step.on_device
+    assert first_phase(quick.config()).collate == quick.config().collate
+    program = plans.Compiled("update", 1, 1, 0, [], {}, 0, 1.0, NOTHING | {"arithmetic": 2.0})
+    plan = plans.Plan("h100x8", {}, 1, 2, {}, [program])
+    for steps, said in (
+        (warm.steps, "nothing does; 4 steps 8.0 s to 8.0 s."),
+        (0, "nothing does. "),
+    ):
+        assert any(said in line for line in report.tables(plan, steps) if isinstance(line, str))
 
 
 QUICK = ("h100x4, fsdp 4, packed", "v5e-4, fsdp 4, packed")
