@@ -4,7 +4,8 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any, cast
+from pathlib import Path
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -24,9 +25,18 @@ from jaxrl_llm.planning.machines import compiling_for
 from jaxrl_llm.rollouts import native, slots
 from jaxrl_llm.rollouts.engines import Native
 from jaxrl_llm.rollouts.trajectory import Trajectory
-from jaxrl_llm.tasks.task import Rows
 
 BESIDE = ("optimizer", "reference", "teacher")  # arrays that may wait in the memory of the host
+
+
+@runtime_checkable
+class Rows(Protocol):
+    """Makes a `Supervised` task, and says before it reads any data whether that will be `graded`."""
+
+    @property
+    def graded(self) -> bool: ...
+
+    def __call__(self, folder: Path, /) -> Any: ...
 
 
 @dataclass(frozen=True)

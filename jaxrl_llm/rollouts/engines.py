@@ -297,12 +297,6 @@ class Vllm:
             )
 
 
-def share_of(engine: Engine) -> float:
-    """The part of the trainer's GPUs that the engine's servers take."""
-    share = engine.share if isinstance(engine, Vllm) else None
-    return share or 0.0
-
-
 @contextmanager
 def _removed_at_the_end(folder: Path) -> Iterator[None]:
     """A shell beside this process removes the folder when that ends, however it does: it fills memory."""

@@ -149,16 +149,6 @@ class Supervised(Protocol[E_contra]):
     def row(self, example: E_contra, tokenizer: Any, /) -> Row: ...
 
 
-@runtime_checkable
-class Rows(Protocol):
-    """Makes a `Supervised` task, and says before it reads any data whether that will be `graded`."""
-
-    @property
-    def graded(self) -> bool: ...
-
-    def __call__(self, folder: Path, /) -> Any: ...
-
-
 Reply = Step | Awaitable[Step | Callable[[], Step]]
 
 
