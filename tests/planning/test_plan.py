@@ -41,9 +41,8 @@ from tests.training.process import fails
 
 ROOT = pathlib.Path(__file__).parents[2]
 NOTHING = dict.fromkeys(plans.WAITS, 0.0)
-TOY = machines.Machine(
-    "toy", tuple(range(8)), 4, machines.Chip("cuda", 10**9, 1e12, 1e11, 1e10, 1e9, 1e10)
-)
+CHIP = machines.Chip("cuda", 10**9, 1e12, 1e11, 1e10, 1e9, 1e10, whole=1e12)
+TOY = machines.Machine("toy", tuple(range(8)), 4, CHIP)
 
 
 def first_device(tree):
