@@ -58,7 +58,7 @@ def share_of_a_gpu(memory: int | None = None, *, left: float = 0.0) -> float:
 
 
 def _fraction(name: str) -> float:
-    """What the environment has JAX take of a GPU."""
+    """The share of a GPU that the environment has JAX take by this variable."""
     try:
         return float(os.environ[name])
     except ValueError:

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
@@ -30,13 +29,10 @@ BESIDE = ("optimizer", "reference", "teacher")  # arrays that may wait in the me
 
 
 @runtime_checkable
-class Rows(Protocol):
-    """Makes a `Supervised` task, and says before it reads any data whether that will be `graded`."""
+class Later(Protocol):
+    """Makes a task, and says before it reads any data whether responses are `graded`."""
 
-    @property
-    def graded(self) -> bool: ...
-
-    def __call__(self, folder: Path, /) -> Any: ...
+    graded: bool
 
 
 @dataclass(frozen=True)
@@ -68,9 +64,9 @@ class Step:
     @property
     def samples(self) -> bool:
         """True if the run samples responses by the embedded engine, in steps or to validate."""
-        task, embedded = self.config.task, isinstance(self.config.engine, Native)
-        validates = not isinstance(task, Rows) or task.graded
-        return embedded and (self.config.steps > 0 or validates)
+        config = self.config
+        validates = not isinstance(config.task, Later) or config.task.graded
+        return isinstance(config.engine, Native) and (config.steps > 0 or validates)
 
     @property
     def sharing_positions(self) -> int:
@@ -162,9 +158,9 @@ class Step:
     @property
     def prompt_columns(self) -> int:
         """Tokens of the longest prompt as the embedded engine pads it."""
-        limit, rows = self.config.collate, isinstance(self.config.task, Rows)
-        # of a row to imitate nearly all may be asked
-        longest = limit.prompt_length + (limit.response_length if rows else 0)
+        limit = self.config.collate
+        # of conversations nearly all may be the prompt of a validation
+        longest = limit.prompt_length + (0 if self.config.steps else limit.response_length)
         return native.padded(longest, native.SHORTEST)
 
     @property
