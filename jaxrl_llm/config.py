@@ -6,6 +6,7 @@ are numbers. The defaults here are the only ones.
 
 import dataclasses
 import datetime
+import logging
 import math
 import re
 from collections import Counter
@@ -30,6 +31,8 @@ from jaxrl_llm.objectives import Objective
 from jaxrl_llm.rollouts import engines
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.tasks.task import Task
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -265,9 +268,9 @@ class Config:
         if not 0 <= self.seed < 2**32:
             raise UserError(f"config: seed = {self.seed} must be at least 0 and less than 2**32")
         if self.sampling.seed:
-            raise UserError(
-                f"config: sampling.seed = {self.sampling.seed} has no use in a run, which draws by Config.seed: "
-                "leave it out"
+            logger.warning(
+                "config: sampling.seed = %s has no use in a run, which draws by Config.seed",
+                self.sampling.seed,
             )
         if self.prompts * self.group_size % self.collate.minibatches:
             raise UserError(

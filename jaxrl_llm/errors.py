@@ -30,8 +30,8 @@ def at_least(least: int, where: str, record: Any, *names: str) -> None:
 
 
 def from_0_to_1(name: str, value: float) -> None:
-    """A UserError unless the value of this name is."""
-    if not 0 <= value <= 1:
+    """A UserError unless the value of this name is; an array may have any."""
+    if isinstance(value, int | float) and not 0 <= value <= 1:
         raise UserError(f"{name} = {value} must be a number from 0 to 1")
 
 

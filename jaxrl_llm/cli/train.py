@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import which
 from typing import Annotated, Literal
 
 import rich.console
@@ -74,7 +75,8 @@ class Options:
     """and at least so many times as long as the phase (a rollout, a save, ...) has ever taken"""
     dry_run: bool = False
     """print the resolved config, its data and a prompt, and stop: no run is started, but missing data
-    sets are made (`jaxrl-llm plan` tells memory and time)"""
+    sets are made (`jaxrl-llm plan` tells memory and time); an --out, --resume or --from that a run would
+    refuse is refused"""
     quiet: bool = False
     """print nothing but warnings and errors"""
     json: bool = False
@@ -114,15 +116,15 @@ def _describe(config: Config, source: Source, data: str, console: rich.console.C
     tokenizer, prompt = components.tokenizer, components.task.prompt(splits.train[0])
     text = tokenizer.decode(tokenizer.prompt(prompt), ended=False)
     console.print("the first prompt, as the model reads it:", text, sep="\n")
+    if isinstance(config.engine, Vllm) and not (
+        config.engine.servers or which(config.engine.python)
+    ):
+        console.print(f"on this machine there is no Python at {config.engine.python} to serve by")
     console.print("memory and time: jaxrl-llm plan, with the same config and flags")
 
 
 def _require(config: Config, options: Options, path: Path) -> None:
-    """A UserError for a folder, a start or a server's Python that a run would refuse."""
-    if isinstance(config.engine, Vllm) and not config.engine.servers:
-        from jaxrl_llm.rollouts.vllm.sidecar import require_python
-
-        require_python(config.engine.python)
+    """A UserError for a folder or a start that a run would refuse."""
     if options.out is None and options.init_from is None and options.resume is False:
         return  # where runs/NAME may be there, and a look at the config is all that is wanted
     from jaxrl_llm.training.folder import RunFolder

@@ -55,7 +55,10 @@ def adamw(
 
 
 def _decay(rate: float) -> optax.GradientTransformation:
-    """Adds `rate` times the parameters, but for a model's constants, which are no weights."""
+    """Adds `rate` times the parameters, but for a model's constants, which are no weights.
+
+    Its state is that of `optax.add_decayed_weights` without a mask, so that checkpoints stay readable.
+    """
 
     def update(updates, state, params=None):
         assert params is not None

@@ -121,7 +121,8 @@ def summed(a: Float[Array, "*B N I"], b: Float[Array, "*B N J"]) -> Float[Array,
     """Products `a[n,i] b[n,j]`, summed over n.
 
     XLA makes one product of the transposition of a matrix and a product, and CPUs that multiply bfloat16
-    cannot do that one: it would be of float32, or number by number. Of rows as two axes it does not.
+    cannot do that one: it would be of float32, or number by number. Of rows as two axes, where their
+    number is even, it does not.
     """
     lead = tuple(range(a.ndim - 2))
     two = 2 if a.shape[-2] % 2 == 0 else 1

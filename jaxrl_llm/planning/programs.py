@@ -29,8 +29,8 @@ BESIDE = ("optimizer", "reference", "teacher")  # arrays that may wait in the me
 
 
 @runtime_checkable
-class Later(Protocol):
-    """Makes a task, and says before it reads any data whether responses are `graded`."""
+class OfRows(Protocol):
+    """Makes a `Supervised` task, and says before it reads any data whether that is `graded`."""
 
     graded: bool
 
@@ -65,7 +65,7 @@ class Step:
     def samples(self) -> bool:
         """True if the run samples responses by the embedded engine, in steps or to validate."""
         config = self.config
-        validates = not isinstance(config.task, Later) or config.task.graded
+        validates = not isinstance(config.task, OfRows) or config.task.graded
         return isinstance(config.engine, Native) and (config.steps > 0 or validates)
 
     @property
@@ -158,9 +158,9 @@ class Step:
     @property
     def prompt_columns(self) -> int:
         """Tokens of the longest prompt as the embedded engine pads it."""
-        limit = self.config.collate
-        # of conversations nearly all may be the prompt of a validation
-        longest = limit.prompt_length + (0 if self.config.steps else limit.response_length)
+        limit, rows = self.config.collate, isinstance(self.config.task, OfRows)
+        # of a row to imitate nearly all may be the prompt of a validation
+        longest = limit.prompt_length + (limit.response_length if rows else 0)
         return native.padded(longest, native.SHORTEST)
 
     @property

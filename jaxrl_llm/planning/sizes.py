@@ -80,12 +80,16 @@ def estimated(config: Config, machine: Machine, shape: qwen2.Shape) -> dict[str,
         slots = min(SLOTS, config.prompts * config.group_size)
         return config.sizes | {"slots": slots, "microbatches": -(-rows // each)}
     step = step_of(config.sized({"slots": devices, "microbatches": rows}), machine, shape)
+    responses = config.prompts * config.group_size
     sizes, shards = dict[str, int](), step.mesh.shape["data"] * step.mesh.shape["fsdp"]
     width, tensor = jnp.dtype(config.compute.dtype).itemsize, step.mesh.shape["tensor"]
     with machines.compiling_for(step.mesh):
+        if (
+            "slots" in config.sizes
+        ):  # where nothing is sampled they are never there, and still chosen
+            sizes["slots"] = min(SLOTS, responses)
         if step.samples and isinstance(config.engine, Native):
             cache, together = step.on_device["cache"], step.generator.mesh.shape["tensor"]
-            responses = config.prompts * config.group_size
             prompts = -(-min(config.engine.prefill_prompts, responses) // devices) * together
             length = step.prompt_columns
             layer = _within_a_layer(config, shape, length) / together

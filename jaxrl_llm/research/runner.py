@@ -252,7 +252,7 @@ def _workers(jobs: int, threads: int) -> int:
     """How many runs at a time; a UserError if they would share cores though each is to have some."""
     cores = len(pool.available())
     fit = max(1, cores // threads)
-    if jobs > fit and threads > 1:
+    if threads > 1 and jobs > 1 and jobs * threads > cores:
         raise UserError(
             f"--jobs {jobs} with {threads} cores each need {jobs * threads} cores, and there are {cores}: "
             f"--jobs {fit} fits"

@@ -120,7 +120,8 @@ def area(curve: Curve) -> float:
 
 def steps_to(curve: Curve, level: float) -> float | None:
     """The step at which the curve, linear between points, first reaches a level; None if never."""
-    if curve[0][1] >= level:
+    curve = [(x, y) for x, y in curve if y is not None]
+    if curve and curve[0][1] >= level:
         return curve[0][0]
     for (x, y), (after, higher) in pairwise(curve):
         if higher >= level:

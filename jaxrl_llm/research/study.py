@@ -138,7 +138,7 @@ def _with_steps_to_level(study: Study, outcomes: Sequence[Outcome]) -> list[Outc
         figures, base = dict(one["figures"]), baseline.get((one["panel"], one["seed"]))
         if base is not None:
             start, end = base["curves"]["sampled"][0][1], base["figures"]["sampled"]
-            if end > start:
+            if start is not None and end is not None and end > start:
                 level = start + study.level * (end - start)
                 steps = statistics.steps_to(one["curves"]["sampled"], level)
                 last = one["curves"]["greedy"][-1][0]

@@ -151,7 +151,8 @@ def _mean_curve(axis: Any, curves: list[Any], colour: str, *, banded: bool) -> A
     """The line of the mean over seeds, with its interval if `banded`."""
     heights: dict[float, list[float]] = {}
     for step, height in (point for curve in curves for point in curve):
-        heights.setdefault(step, []).append(100 * height)
+        if height is not None:  # of results that are read again
+            heights.setdefault(step, []).append(100 * height)
     steps = sorted(heights)
     means = [estimate(heights[step]) for step in steps]
     [line] = axis.plot(steps, [m.mean for m in means], marker="o", ms=3, color=colour)

@@ -342,10 +342,10 @@ class RunFolder:
         if (where := where or recorded) is None:
             return None
         there = RunFolder(where, bring=False)
+        there.path = there.path.absolute()
         # once this run has a checkpoint it needs nothing of the other
         if storage.display_path(there.path) != recorded or not self.checkpoints().steps:
             record.read(there.pull())  # that it is a run
-        there.path = there.path.absolute()
         return there
 
     def reference_params(self, components: Components) -> Any:

@@ -116,9 +116,9 @@ class Imitation:
             self._data.seek(step)
             demonstrations = self._demonstrate(next(self._data))
             self._in_vain = 0 if any(one.finished for one in demonstrations) else self._in_vain + 1
-            if self._in_vain == BATCHES:
+            if self._in_vain == min(BATCHES, len(self.steps)):
                 raise UserError(
-                    f"no demonstration of {BATCHES} batches fits into {self._longest} tokens: raise "
+                    f"no demonstration of {self._in_vain} batches fits into {self._longest} tokens: raise "
                     "the response_length of the warm start"
                 )
             credited = self._learn.batch(demonstrations)  # advantage 1 on [B, T]

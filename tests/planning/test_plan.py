@@ -182,6 +182,10 @@ def test_supervised_learning_with_rewards_samples_to_validate(tmp_path, monkeypa
 
 def test_without_steps_of_reinforcement_the_warm_start_is_planned(capsys):
     config = quick.config(steps=0)
+    columns = lambda config: (
+        Step(config, config.model.shape, sharding.make_mesh(), 2**34).cache_columns
+    )
+    assert columns(config) == columns(quick.config())  # that of its validation
     config = replace(config, warm_start=replace(config.warm_start, batch=16))
     step = Step(first_phase(config), config.model.shape, sharding.make_mesh(), 2**34)
     warm = config.warm_start

@@ -16,6 +16,7 @@ from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.planning import machines, sizes
 from jaxrl_llm.planning import plan as plans
 from jaxrl_llm.rollouts.engines import Native, Vllm
+from jaxrl_llm.tasks.conversations import Later
 from jaxrl_llm.training import phases, record
 from jaxrl_llm.training.folder import RunFolder
 from tests import tiny
@@ -187,6 +188,16 @@ def test_a_server_has_no_slots_to_choose():
     config = replace(opened(), engine=Vllm())
     assert sizes.estimated(config, machine(4 * MIB), SHAPE).keys() == {"microbatches"}
     assert config.sized({"slots": 3, "microbatches": 2}).sizes == {"microbatches": 2}
+
+
+def test_slots_that_nothing_is_sampled_in_are_chosen_all_the_same():
+    """Else a resumed run would have to choose again."""
+    task = Later(lambda: None, graded=False)
+    config = replace(opened(), task=task, steps=0)
+    there = machine(4 * MIB)
+    assert all(config.sized(sizes.estimated(config, there, SHAPE)).sizes.values())
+    ran_out = config.sized({"slots": 64, "microbatches": 64})
+    assert "slots=32, microbatches=128 would fit" in sizes.smaller(ran_out, there, SHAPE)
 
 
 def test_a_cpu_gets_a_fixed_choice():

@@ -110,6 +110,7 @@ def test_figures_of_a_curve():
     assert steps_to(curve, 1.0) == 10
     assert steps_to(curve, 0.0) == 0
     assert steps_to(curve, 1.1) is None
+    assert steps_to([curve[0], (5, None), *curve[1:]], 0.25) == pytest.approx(2.5)  # read again
 
 
 def test_a_curve_of_parts():

@@ -251,7 +251,6 @@ def test_data_and_dry_run_print_and_start_no_run(tmp_path, capsys):
         (["--resume"], "holds no run to resume"),
         (["--from", "nowhere"], "nowhere is not the folder of a run"),
         (["--out", "full"], "full is not empty and holds no run"),
-        (["--engine-python", "nowhere"], "no Python at nowhere"),
     ],
     ids=str,
 )
@@ -260,14 +259,7 @@ def test_a_dry_run_refuses_what_a_run_would(words, message, tmp_path, monkeypatc
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "a.txt").write_text("mine")
     config = tmp_path / "mine.py"
-    config.write_text(
-        "from dataclasses import replace\n"
-        "from jaxrl_llm.rollouts.engines import Native, Vllm\n"
-        "from tests.training import quick\n"
-        "def config(engine_python: str = ''):\n"
-        "    engine = Vllm(python=engine_python) if engine_python else Native()\n"
-        "    return replace(quick.config(), engine=engine)\n"
-    )
+    config.write_text("from tests.training import quick\ndef config(): return quick.config()\n")
     out = [] if "--out" in words else ["--out", "new"]
     for dry in ([], ["--dry-run"]):
         with pytest.raises(SystemExit) as stop:

@@ -483,7 +483,24 @@ def test_the_reference_is_the_policy_before_reinforcement(begun, made, monkeypat
 def test_where_a_run_began_is_as_given_or_as_recorded(begun, tmp_path):
     assert RunFolder(tmp_path / "new").init_from(None, resuming=False) is None
     assert RunFolder(begun).init_from(None, resuming=True) is None
-    assert RunFolder(begun).init_from(tmp_path, resuming=True).path == tmp_path
+    other = shutil.copytree(begun, tmp_path / "other")
+    assert RunFolder(begun).init_from(other, resuming=True).path == other
+    with pytest.raises(UserError, match="nowhere is not the folder of a run"):
+        RunFolder(tmp_path / "new").init_from(tmp_path / "nowhere", resuming=False)
+
+
+def test_a_run_that_has_a_checkpoint_goes_on_without_its_origin(
+    opening, begun, tmp_path, monkeypatch
+):
+    """However its place is written."""
+    monkeypatch.chdir(tmp_path)
+    origin = shutil.copytree(begun, tmp_path / "origin")
+    out = opening(resume=False, init_from=origin)
+    with Checkpoints(out / CHECKPOINTS) as there:
+        there.save(4, {"a": jnp.ones(3)}, {})
+    shutil.rmtree(origin)
+    for where in ("origin", origin):
+        assert RunFolder(out).init_from(where, resuming=True).path == origin
 
 
 def test_a_run_that_has_a_checkpoint_needs_its_origin_no_more(opening, made, wire, monkeypatch):

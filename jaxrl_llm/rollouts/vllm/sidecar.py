@@ -99,14 +99,6 @@ class Launch:
         }
 
 
-def require_python(python: str) -> None:
-    """A UserError unless this is a program here."""
-    if shutil.which(python) is None:
-        raise UserError(
-            f"no Python at {python}: make an environment with vLLM by launch/sidecar.sh and name its Python"
-        )
-
-
 class Sidecar:
     """A server and the process that keeps it running (serverside.py).
 
@@ -120,7 +112,11 @@ class Sidecar:
         self.server.restart = launch.socket.with_suffix(serverside.AGAIN).touch
         self._newest = launch.socket.with_suffix(".newest")
         self._keeper: subprocess.Popen | None = None
-        require_python(launch.python)
+        if shutil.which(launch.python) is None:
+            raise UserError(
+                f"no Python at {launch.python}: make an environment with vLLM by launch/sidecar.sh and "
+                "name its Python"
+            )
 
     def serve(self, folder: Path) -> None:
         """Sets the weights to start with from now on; the first call starts the server.
