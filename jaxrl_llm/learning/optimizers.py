@@ -66,7 +66,7 @@ def _decay(rate: float) -> optax.GradientTransformation:
         add = lambda path, u, p: u if constant(path) else u + rate * p
         return jax.tree_util.tree_map_with_path(add, updates, params), state
 
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def muon(
