@@ -109,9 +109,9 @@ def count(state):
 
 
 def test_a_stage_without_tokens_is_skipped():
-    """With eta above 1 the high stage is empty: the parameters are those of one step, Adam counts one."""
+    """With eta of 1 the high stage is empty: the parameters are those of one step, Adam counts one."""
     policy, params, batch, credit, step = plain()
-    empty = tiny.objective(partition=partial(partition.lopti, eta=1.1))
+    empty = tiny.objective(partition=partial(partition.lopti, eta=1.0))
     how = {"objective": empty, "optimizer": OPTIMIZER}
     lopti, metrics = tiny.run_step(policy, jax.tree.map(jnp.copy, params), batch, REWARD, **how)
     one, _ = step(credit(REWARD))

@@ -528,8 +528,8 @@ def _rotary(
             default, key = 1e4, "rope_local_base_freq"
     elif name == "gemma4_text":
         read.require(not outer, "rope_scaling is not supported")
-        typed = {*inner.config} <= {FULL, SLIDING}
-        read.require(typed, "rope_parameters without layer types are not supported")
+        typed = not inner.config or {FULL, SLIDING} & inner.config.keys()
+        read.require(bool(typed), "rope_parameters without layer types are not supported")
         ropes = _Reader(inner.config or GEMMA4_ROPES, read.where)
         scaling, default = ropes.record(layers).config, 1e4
     else:

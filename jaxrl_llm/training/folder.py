@@ -345,7 +345,9 @@ class RunFolder:
         there.path = there.path.absolute()
         # once this run has a checkpoint it needs nothing of the other
         if storage.display_path(there.path) != recorded or not self.checkpoints().steps:
-            record.read(there.pull())  # that it is a run
+            there.pull()
+        if not resuming:
+            record.read(there.path)  # that it is a run
         return there
 
     def reference_params(self, components: Components) -> Any:

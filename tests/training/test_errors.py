@@ -189,7 +189,9 @@ def test_only_what_lies_in_its_folder_is_written_by_a_run(error, said, tmp_path)
 
 def test_nothing_to_resume_and_no_run(capsys, tmp_path):
     (tmp_path / "empty").mkdir()
-    for command in (("train", QUICK, "--resume", "--out"), ("eval",), ("sample",)):
+    train = ("train", QUICK, "--resume", "--out")
+    assert "holds no run to resume" in fails(capsys, *train, tmp_path / "empty")
+    for command in (("eval",), ("sample",)):
         assert "is not the folder of a run" in fails(capsys, *command, tmp_path / "empty")
     assert "is not the folder of a run" in fails(capsys, "export", tmp_path, tmp_path / "to")
     assert not list((tmp_path / "empty").iterdir())
