@@ -130,7 +130,7 @@ def _require(config: Config, options: Options, path: Path) -> None:
     from jaxrl_llm.training.folder import RunFolder
 
     folder = RunFolder(options.where(path))
-    resuming = folder.holds_run if options.resume == "auto" else options.resume is not False
+    resuming = folder.resumes(options.resume)
     folder.require_place(resuming)
     folder.init_from(options.init_from, resuming)
     if resuming:

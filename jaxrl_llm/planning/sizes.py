@@ -75,19 +75,17 @@ def estimated(config: Config, machine: Machine, shape: qwen2.Shape) -> dict[str,
         return config.sizes
     limit, rows = config.collate, _rows(config)
     columns, devices = limit.prompt_length + limit.response_length, len(machine.devices)
+    responses = config.prompts * config.group_size
+    usual = min(SLOTS, responses)
     if _on_a_cpu(machine):  # which has more memory than speed
         each = max(1, ON_A_CPU // columns) * devices
-        slots = min(SLOTS, config.prompts * config.group_size)
-        return config.sizes | {"slots": slots, "microbatches": -(-rows // each)}
+        return config.sizes | {"slots": usual, "microbatches": -(-rows // each)}
     step = step_of(config.sized({"slots": devices, "microbatches": rows}), machine, shape)
-    responses = config.prompts * config.group_size
-    sizes, shards = dict[str, int](), step.mesh.shape["data"] * step.mesh.shape["fsdp"]
+    # where nothing is sampled slots are never there, and chosen all the same
+    sizes = {"slots": usual} if "slots" in config.sizes else {}
+    shards = step.mesh.shape["data"] * step.mesh.shape["fsdp"]
     width, tensor = jnp.dtype(config.compute.dtype).itemsize, step.mesh.shape["tensor"]
     with machines.compiling_for(step.mesh):
-        if (
-            "slots" in config.sizes
-        ):  # where nothing is sampled they are never there, and still chosen
-            sizes["slots"] = min(SLOTS, responses)
         if step.samples and isinstance(config.engine, Native):
             cache, together = step.on_device["cache"], step.generator.mesh.shape["tensor"]
             prompts = -(-min(config.engine.prefill_prompts, responses) // devices) * together

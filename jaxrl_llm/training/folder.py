@@ -111,6 +111,10 @@ class RunFolder:
                 )
             time.sleep(1.0)
 
+    def resumes(self, resume: bool | int | str) -> bool:
+        """True if `resume` goes on with a run: where it is auto, if there is one here."""
+        return self.holds_run if resume == "auto" else resume is not False
+
     def require_place(self, resume: bool) -> None:
         """A UserError unless a run may begin here, or with `resume` go on."""
         if resume and not self.holds_run:

@@ -143,9 +143,7 @@ class Run:
             stack.enter_context(distributed.watched(lambda: clock.last_here, clock.others_went_on))
             folder = RunFolder(out)
             # one run, the same in all processes, that can go on or begin
-            resuming = distributed.from_first(
-                lambda: folder.holds_run if resume == "auto" else resume is not False
-            )
+            resuming = distributed.from_first(lambda: folder.resumes(resume))
             if distributed.first():  # before what takes minutes
                 folder.require_place(resuming)
             other = folder.init_from(init_from, resuming)

@@ -519,20 +519,6 @@ def test_a_figure_that_is_no_number_says_nothing_of_the_others(small, out):
     assert strict() == before
 
 
-def test_a_flag_that_is_infinite_goes_into_the_results_and_out_of_them(
-    small, tmp_path, out, planned
-):
-    mine, last = tmp_path / "mine.py", "    seed: int = 0,\n"
-    mine.write_text(QUICK.read_text().replace(last, last + "    most: float = 0.0,\n"))
-    text = SMALL.replace(str(QUICK), str(mine))
-    small.write_text(text.replace('{"steps": 2,', '{"most": float("inf"), "steps": 2,'))
-    for name in ("plain-seed0", "lopti-seed0"):
-        fake(out, name, [0.1, 0.2, 0.4])
-    main(["study", str(small), "--out", str(out), "--report"])
-    shutil.rmtree(out / "runs")
-    assert [*planned(small, "--out", out, "--seeds", "0")] == []
-
-
 def test_names_with_dollars_stand_in_the_pictures_as_they_are(small, out):
     """Between two of them matplotlib reads mathematics, which it may not understand."""
     small.write_text(
@@ -570,12 +556,20 @@ def test_runs_at_the_same_time_have_the_cores_that_they_are_said_to_have(
     assert planned.how["workers"] == 2
 
 
-def test_flags_may_be_paths_and_several_words(small, tmp_path, out, planned):
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [("of: Path | None = None", 'Path("a")'), ("of: float = 0.0", 'float("inf")')],
+)
+def test_flags_that_json_has_no_word_for_go_into_the_results_and_out_of_them(
+    kind, value, small, tmp_path, out, planned
+):
     mine, last = tmp_path / "mine.py", "    seed: int = 0,\n"
-    added = last + "    of: Path | None = None,\n"
+    added = f"{last}    {kind},\n"
     mine.write_text("from pathlib import Path\n" + QUICK.read_text().replace(last, added))
     text = SMALL.replace(str(QUICK), str(mine))
-    small.write_text(text.replace('{"steps": 2,', '{"of": Path("a"), "steps": 2,'))
+    small.write_text(
+        text.replace('{"steps": 2,', '{"of": VALUE, "steps": 2,'.replace("VALUE", value))
+    )
     for name in ("plain-seed0", "lopti-seed0"):
         fake(out, name, [0.1, 0.2, 0.4])
     main(["study", str(small), "--out", str(out), "--report"])
