@@ -50,15 +50,20 @@ def share_of_a_gpu(memory: int | None = None, *, left: float = 0.0) -> float:
 
     As the environment says, else `OF_A_GPU`, or less to leave `LEFT`, without what is `left` to others.
     """
+    said = _set_by_others()
+    return _by_rule(memory or gpu_memory()) - left if said is None else said
+
+
+def _set_by_others() -> float | None:
+    """JAX's share of a GPU in the environment; None where `prepare` or nobody has set it."""
+    said = _fraction()
+    return None if said == _by_rule(gpu_memory()) else said
+
+
+def _fraction() -> float | None:
     name = next(filter(os.environ.get, FRACTIONS), None)
-    own = _by_rule(gpu_memory())
-    if name is None or os.environ[name] == str(own):
-        return _by_rule(memory or gpu_memory()) - left
-    return _fraction(name)
-
-
-def _fraction(name: str) -> float:
-    """The share of a GPU that the environment has JAX take by this variable."""
+    if name is None:
+        return None
     try:
         return float(os.environ[name])
     except ValueError:
@@ -123,10 +128,7 @@ def divided(count: int) -> dict[str, str]:
 
 def _own_share() -> float:
     """JAX's share of a GPU by our rule; 0 where the environment sets another."""
-    own, other = map(os.environ.get, FRACTIONS)
-    whole = _by_rule(gpu_memory())
-    unsaid = not other and own in (None, "", str(whole))  # `prepare` sets it to the last
-    return whole if unsaid else 0.0
+    return _by_rule(gpu_memory()) if _set_by_others() is None else 0.0
 
 
 def require_room() -> None:
@@ -140,8 +142,8 @@ def require_room() -> None:
     on_demand |= os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform"
     if on_demand or not _gpus() or xla_bridge.backends_are_initialized():
         return
-    name = next(filter(os.environ.get, FRACTIONS), None)
-    share = _fraction(name) if name else JAXS_SHARE
+    said = _fraction()
+    share = JAXS_SHARE if said is None else said
     until = time.monotonic() + PATIENCE
     while full := [
         f"{used / 1024:.1f} of the {total / 1024:.1f} GiB of GPU {index:.0f}"

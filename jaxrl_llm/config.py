@@ -370,6 +370,11 @@ class Config:
         return step % self.save_every == 0 or step == self.last_step
 
     @property
+    def shared(self) -> float:
+        """The part of the trainer's GPUs that servers take."""
+        return (self.engine.share or 0.0) if isinstance(self.engine, engines.Vllm) else 0.0
+
+    @property
     def sizes(self) -> dict[str, int]:
         """`slots` of the embedded engine and `microbatches`; 0 where a run is to choose what fits."""
         slots = {"slots": self.engine.slots} if isinstance(self.engine, engines.Native) else {}

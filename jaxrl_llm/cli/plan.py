@@ -9,7 +9,7 @@ from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.planning import machines, report
-from jaxrl_llm.planning.plan import Plan, plan, shape_of, shared
+from jaxrl_llm.planning.plan import Plan, plan, shape_of
 from jaxrl_llm.planning.programs import first_phase
 from jaxrl_llm.training import terminal
 
@@ -39,7 +39,7 @@ def main(options: Options, config: Config) -> None:
     """Compile a config for a machine, allocating nothing: memory, traffic, time, remedies."""
     console, config = terminal.plain(stderr=options.json), first_phase(config)
     if options.on == "here":  # what JAX has there is planned, and the next line starts it
-        accelerators.leave(shared(config))
+        accelerators.leave(config.shared)
     machine = machines.machine(options.on)
     if options.tokens < 0 or options.tokens > config.collate.response_length:
         limit = config.collate.response_length

@@ -19,7 +19,6 @@ from jaxrl_llm.models import qwen2, sharding
 from jaxrl_llm.planning import hlo, machines
 from jaxrl_llm.planning.machines import Machine
 from jaxrl_llm.planning.programs import Program, Step, model_shape
-from jaxrl_llm.rollouts.engines import Vllm
 
 WAITS = ("arithmetic", "memory", "links", "network", "host")  # resources that may limit a device
 
@@ -127,16 +126,10 @@ def plan(
         )
 
 
-def shared(config: Config) -> float:
-    """The share of the trainer's GPUs that servers take."""
-    share = config.engine.share if isinstance(config.engine, Vllm) else None
-    return share or 0.0
-
-
 def step_of(config: Config, machine: Machine, shape: qwen2.Shape) -> Step:
     """The arrays and programs of a step on the machine, and the memory that JAX has there."""
     sizes, chip = config.mesh, machine.chip
-    taken = share_of_a_gpu(chip.memory, left=shared(config))
+    taken = share_of_a_gpu(chip.memory, left=config.shared)
     memory = int(chip.memory * (taken if chip.platform == "cuda" else 1))
     mesh = sharding.make_mesh(sizes.data, sizes.fsdp, sizes.tensor, machine.devices)
     return Step(config, shape, mesh, memory)

@@ -21,7 +21,6 @@ from jaxrl_llm.learning.evaluate import Result, evaluate
 from jaxrl_llm.learning.groups import Group
 from jaxrl_llm.learning.update import TrainState
 from jaxrl_llm.models import qwen2, sharding
-from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.tasks.task import Source as Examples
 from jaxrl_llm.tasks.task import Supervised
 from jaxrl_llm.training import terminal
@@ -440,8 +439,7 @@ def _components(
     config: Config, data: str | Path, console: rich.console.Console
 ) -> tuple[Components, dict[str, Any]]:
     """All that the config makes, with sizes that fit; and what the run's numbers depend on beside it."""
-    if isinstance(config.engine, Vllm) and config.engine.share:
-        accelerators.leave(config.engine.share)
+    accelerators.leave(config.shared)
     accelerators.require_room()  # now, since the next line starts JAX
     distributed.require_joined()
     components = Components.make(config, data)
