@@ -128,7 +128,6 @@ def config(
             system=system,
             instruction=instruction,
             judge=judges.of_flags(judge, judge_model, judge_rubric, folder, ranks=judge_ranks),
-            seed=seed,
         ),
         model=Pretrained(model, chat=chat, lora=adapters),
         objective=recipes.with_ar_and_lopti(made, alpha=alpha, eta=eta),

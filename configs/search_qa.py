@@ -134,7 +134,7 @@ def config(
 
     def task(folder):
         search = searching(corpus, search_server, passages=passages)
-        asked = questions.task(data, reward, test=test, seed=seed)
+        asked = questions.task(data, reward, test=test)
         return Toolbox([search], characters=4000).for_task(asked)
 
     return replace(

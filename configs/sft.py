@@ -81,7 +81,6 @@ def config(
                 prompt_column=prompt_column,
                 completion_column=completion_column,
                 answer_column=answer_column,
-                seed=seed,
             ),
             graded=bool(reward),
         ),

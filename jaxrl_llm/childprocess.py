@@ -3,7 +3,7 @@
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -15,6 +15,27 @@ BASE = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
 def environment(*names: str) -> dict[str, str]:
     """Our variables of these names and of BASE: others may hold secrets."""
     return {name: os.environ[name] for name in (*BASE, *names) if name in os.environ}
+
+
+def end_session(leader: int) -> None:
+    """Kills the processes of a session: also the groups of their own that shells and `timeout` make."""
+    with suppress(ProcessLookupError):  # all of its own group has ended
+        os.killpg(leader, signal.SIGKILL)
+    ended = set[int]()
+    while others := {*_members(leader)} - ended:  # until nobody has started another one meanwhile
+        for process in others:
+            with suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+        ended |= others
+
+
+def _members(session: int) -> Iterator[int]:
+    """The processes of a session; none on a system without /proc."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):  # it has ended
+            state, _, _, its, *_ = path.read_text().rpartition(")")[2].split()
+            if int(its) == session and state not in "ZX":
+                yield int(path.parent.name)
 
 
 class Child(subprocess.Popen[str]):
@@ -47,6 +68,5 @@ class Child(subprocess.Popen[str]):
                 with suppress(subprocess.TimeoutExpired):
                     self.communicate(timeout=grace)
             if self.poll() is None:
-                with suppress(ProcessLookupError):  # it has no session of its own
-                    os.killpg(self.pid, signal.SIGKILL)
+                end_session(self.pid)  # where it has one of its own
                 self.kill()

@@ -310,10 +310,11 @@ class Config:
             raise UserError("config: a teacher is not trained: leave out its lora")
 
     def _check_vllm(self, engine: engines.Vllm) -> None:
-        from jaxrl_llm.rollouts.vllm.sampler import refuse_truncation
+        from jaxrl_llm.rollouts.vllm.sampler import refuse_distortion
 
-        if self.sampling.temperature > 0 or self.evaluation.samples > 0:
-            refuse_truncation(self.sampling, "config: ")
+        tried = (self.evaluation.temperature,) if self.evaluation.samples else ()
+        for temperature in (self.sampling.temperature, *tried):
+            refuse_distortion(replace(self.sampling, temperature=temperature), "config: ")
         longest = self.collate.prompt_length + self.collate.response_length
         if engine.max_model_len is not None and engine.max_model_len < longest:
             raise UserError(

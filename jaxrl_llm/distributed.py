@@ -203,19 +203,25 @@ def share(
     to_bytes: Callable[[T], bytes],
     from_bytes: Callable[[bytes], T],
 ) -> list[T]:
-    """The results of `work` of all processes, in their order, in each of them.
+    """The results of `work` of all processes, in their order, in each of them; ends as `in_step` does."""
+    own_share = in_step(work, stop)
+    if _JOB.count == 1:
+        return [own_share]
+    return [from_bytes(payload) for payload in gather(to_bytes(own_share))]
 
-    Raises StopRequested in all if one was asked to stop; `work` may raise it to end early.
+
+def in_step(work: Callable[[], T], stop: Stop) -> T:
+    """The result of `work`, which may raise StopRequested to end early.
+
+    Raises that in all processes if one was asked to stop.
     """
-    own_share: list[T] = []
+    own: list[T] = []
     try:
-        own_share.append(work())
+        own.append(work())
     except StopRequested:
         stop.requested = True
     check(stop)
-    if _JOB.count == 1:
-        return own_share
-    return [from_bytes(payload) for payload in gather(to_bytes(own_share[0]))]
+    return own[0]
 
 
 def stalled(reason: str, stop: Stop) -> NoReturn:

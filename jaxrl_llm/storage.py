@@ -401,7 +401,10 @@ class _Mirror:
 
     def remove(self, under: str) -> None:
         self._require_lease()
-        for name in sorted(self._list(under), key=_rank, reverse=True):
+        # what marks it whole first, and a checkpoint's arrays before its note, by which what an
+        # interruption leaves is found: arrays are not looked at
+        last = lambda name: (_rank(name), name)
+        for name in sorted(self._list(under), key=last, reverse=True):
             with suppress(FileNotFoundError):
                 self._try(lambda n=name: self._objects.rm_file(self._path(n)))
 

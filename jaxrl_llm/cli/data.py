@@ -6,6 +6,7 @@ import numpy as np
 
 from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config
+from jaxrl_llm.learning import imitate
 from jaxrl_llm.tasks.task import Demonstrator, as_text
 from jaxrl_llm.training import terminal
 from jaxrl_llm.training.components import DATA, Components, askable, readable
@@ -49,4 +50,5 @@ def main(options: Options, config: Config) -> None:
             console.rule(f"train {i}")
             console.print(as_text(components.task.prompt(source[i])))
             if isinstance(components.task, Demonstrator):
-                console.print(components.task.demonstration(source[i]), style="dim")
+                shown = imitate.demonstration(None, components.task)(source[i])
+                console.print(shown, style="dim")

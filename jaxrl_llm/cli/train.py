@@ -5,9 +5,9 @@ from pathlib import Path
 from shutil import which
 from typing import Annotated, Literal
 
-import rich.console
 import rich.pretty
 import tyro
+from rich.console import Console
 from tyro.constructors import PrimitiveConstructorSpec
 
 from jaxrl_llm import distributed
@@ -101,10 +101,33 @@ def run(words: list[str]) -> None:
     main(*parse.with_config("train", words, Options, main.__doc__, _resumed))
 
 
-def _describe(config: Config, source: Source, data: str, console: rich.console.Console) -> None:
+def _dry_run(config: Config, options: Options, source: Source, console: Console) -> None:
+    """Prints what a run would be; a UserError for a folder or a start that it would refuse."""
+    # with no word about them runs/NAME may be there, and a look at the config is all that is wanted
+    named = options.out is not None or options.init_from is not None or options.resume is not False
+    if not named:
+        _describe(Components.make(config, options.data_folder), source, console)
+        return
+    from jaxrl_llm.training.folder import RunFolder
+
+    folder = RunFolder(options.where(source.path))
+    resuming = folder.resumes(options.resume)
+    folder.require_place(resuming)
+    other = folder.init_from(options.init_from, resuming)
+    config = folder.pinned(config) if resuming else config
+    components = Components.make(config, options.data_folder)
+    _describe(components, source, console)
+    first = components.warm_steps
+    if resuming:
+        earlier = None if isinstance(options.resume, (bool, str)) else options.resume
+        folder.require_at_most(first, config.steps, earlier)
+    if other is not None and not folder.checkpoints().steps:
+        other.require_warm_start(components, first)
+
+
+def _describe(components: Components, source: Source, console: Console) -> None:
     """Prints the config, its flags, and what it makes of its data."""
-    components = Components.make(config, data)
-    splits, shape = components.splits, components.shape
+    config, splits, shape = components.config, components.splits, components.shape
     flags = [f"--{name.replace('_', '-')} {value!r}" for name, value in source.flags.items()]
     rich.pretty.pprint(config, console=console, expand_all=True)
     console.print("made by", *flags)
@@ -121,21 +144,6 @@ def _describe(config: Config, source: Source, data: str, console: rich.console.C
     ):
         console.print(f"on this machine there is no Python at {config.engine.python} to serve by")
     console.print("memory and time: jaxrl-llm plan, with the same config and flags")
-
-
-def _require(config: Config, options: Options, path: Path) -> None:
-    """A UserError for a folder or a start that a run would refuse."""
-    if options.out is None and options.init_from is None and options.resume is False:
-        return  # where runs/NAME may be there, and a look at the config is all that is wanted
-    from jaxrl_llm.training.folder import RunFolder
-
-    folder = RunFolder(options.where(path))
-    resuming = folder.resumes(options.resume)
-    folder.require_place(resuming)
-    folder.init_from(options.init_from, resuming)
-    if resuming:
-        earlier = None if isinstance(options.resume, (bool, str)) else options.resume
-        folder.require_at_most(config.warm_steps, config.steps, earlier)
 
 
 def _resumed(options: Options, path: Path) -> Path | None:
@@ -158,8 +166,7 @@ def main(options: Options, config: Config, source: Source) -> None:
         silent = (options.quiet or options.json) and not options.dry_run
         console = terminal.console(quiet=silent or not distributed.first())
         if options.dry_run:
-            _describe(config, source, options.data_folder, console)
-            return _require(config, options, source.path)
+            return _dry_run(config, options, source, console)
         from jaxrl_llm.training.journal import printed
         from jaxrl_llm.training.run import Session, train  # not needed to plan, or for help
 

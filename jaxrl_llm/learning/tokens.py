@@ -21,7 +21,7 @@ from jaxrl_llm.objectives import Objective
 def token_stats(
     objective: Objective, score: Callable[[Any, Any], Any], mesh: Mesh
 ) -> Callable[..., dict[str, np.ndarray]]:
-    """`(params, batch, reward, credited, rows) -> numbers`, each `[rows,T]`, 0 without a token.
+    """`(params, batch, reward, credited, rows) -> numbers`, each `[rows,T]`, NaN where nothing is learned.
 
     `score(params, inputs)` is the program of the step's scores; `params` are those after the
     update. The numbers are log-probs (the trainer's `old` and `new`, `sampler`, `reference` and `teacher` if
@@ -71,7 +71,7 @@ def token_stats(
         extra = whole.ref_logp, whole.teacher_logp, whole.entropy
         extra = dict(zip(("reference", "teacher", "entropy"), extra, strict=True))
         figures |= {name: x for name, x in extra.items() if x is not None}
-        return {name: jnp.where(batch.mask, x, 0.0)[rows] for name, x in figures.items()}
+        return {name: jnp.where(batch.mask, x, jnp.nan)[rows] for name, x in figures.items()}
 
     def look(params: Any, batch: Batch, reward: Any, credited: Credited, rows: Sequence[int]):
         at = np.asarray(rows, np.int32)

@@ -91,7 +91,8 @@ def written(folder: Path, step: int) -> Written:
 
     Raises a UserError if it is missing or damaged.
     """
-    return _as_of(folder, step, tokens.at(folder, step).stat().st_mtime_ns)
+    path = tokens.at(folder, step)
+    return _as_of(folder, step, path.stat().st_mtime_ns if path.exists() else 0)
 
 
 @lru_cache(maxsize=1024)

@@ -133,7 +133,7 @@ class Vllm:
     max_model_len: int | None = None
     arguments: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
-    memory: Path | None = None
+    memory: Path | str | None = None
     concurrency: int = 0
     share: float | None = None
     replay: bool = False
@@ -149,6 +149,14 @@ class Vllm:
         for name in ("servers", "devices", "arguments"):
             if isinstance(value := getattr(self, name), str):
                 raise UserError(f"engine: {name} = {value!r} is one text: write ({value!r},)")
+            if wrong := [one for one in value if not isinstance(one, str)]:
+                raise UserError(
+                    f"engine: {name} has {wrong[0]!r}, which is no text: write '{wrong[0]}'"
+                )
+        if not all(isinstance(word, str) for pair in self.environment for word in pair):
+            raise UserError(
+                f"engine: environment = {self.environment!r} has more than pairs of texts"
+            )
         if not (self.servers or self.devices):
             raise UserError("engine: devices = () leaves nothing to serve on: name a device each")
         if self.dtype not in TOLERANCE:
@@ -181,7 +189,9 @@ class Vllm:
         from jaxrl_llm.rollouts.vllm.sync import WeightSync
 
         with ExitStack() as stack:
-            root = stack.enter_context(storage.temporary_folder(self.memory or storage.memory()))
+            root = stack.enter_context(
+                storage.temporary_folder(Path(self.memory or storage.memory()))
+            )
             served = model.served(mesh.shape["data"] * mesh.shape["fsdp"])
             experts = model.experts if self.replay else None
             sidecars = []
@@ -262,7 +272,12 @@ class Vllm:
         """The part of a GPU's memory that a server takes: by vLLM's argument, `share`, or its default."""
         words = " ".join(self.arguments).replace("_", "-")
         given = re.findall(r"--gpu-memory-utilization[ =](\S+)", words)
-        return float(given[-1]) if given else self.share or UTILIZATION
+        try:
+            return float(given[-1]) if given else self.share or UTILIZATION
+        except ValueError:
+            raise UserError(
+                f"engine: --gpu-memory-utilization {given[-1]} in `arguments` is no number"
+            ) from None
 
     def _own_servers(self) -> tuple[str, ...]:
         """This process's share of the running servers, since a server has one trainer."""

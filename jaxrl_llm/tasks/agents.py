@@ -3,19 +3,16 @@
 import asyncio
 import inspect
 import json
-import os
-import signal
 import tempfile
 import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from jaxrl_llm.background import in_background, loop
-from jaxrl_llm.childprocess import environment
+from jaxrl_llm.childprocess import end_session, environment
 from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.reward import Reward
@@ -177,7 +174,7 @@ class _Session:
             process = await asyncio.create_subprocess_exec(
                 *command, stdin=example, stdout=out, env=variables, start_new_session=True
             )
-            end = weakref.finalize(self, _end_session, process.pid)  # with the program, too
+            end = weakref.finalize(self, end_session, process.pid)  # with the program, too
             try:
                 status = await process.wait()
             finally:
@@ -306,8 +303,3 @@ def _returned(run: Callable[..., Any], *arguments: Any) -> Any:
         return asyncio.run(made) if inspect.iscoroutine(made) else made
     except BaseException as error:
         return error
-
-
-def _end_session(process: int) -> None:
-    with suppress(ProcessLookupError):  # all of it has ended
-        os.killpg(process, signal.SIGKILL)

@@ -131,7 +131,6 @@ def task(
     weights: Sequence[float] = (),
     test: str = "",
     held_out: int = questions.HELD_OUT,
-    seed: int = 0,
     **columns: str,
 ) -> Conversations:
     """Conversations of a file or a data set at the hub, as `questions.task` has questions.
@@ -143,7 +142,7 @@ def task(
     terms = questions.terms(specs, weights)
     needs = any(spec.partition(":")[0] in questions.rewards.NEEDS_TRUTH for spec in specs)
     read = partial(_conversations, needs=needs, **columns)
-    return Conversations(*questions.split(source, test, held_out, seed, read), terms)
+    return Conversations(*questions.split(source, test, held_out, read), terms)
 
 
 def _conversations(files: Sequence[Path], **settings: Any) -> list[Conversation]:

@@ -9,11 +9,13 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.reward import Reward
 from jaxrl_llm.tasks.task import (
     Demonstrator,
+    Evaluated,
     GradesGroups,
     Interactive,
     Mapped,
     Prompt,
     Relearned,
+    Remembers,
     Source,
     Supervised,
     Task,
@@ -21,6 +23,8 @@ from jaxrl_llm.tasks.task import (
     TeacherPrompter,
     check_members,
 )
+
+CHANGES = "remembers (`remember`), or is another task in evaluations (`evaluated`)"
 
 
 class Mixture:
@@ -73,6 +77,8 @@ class Mixture:
             raise UserError(f"mixture: {name!r} has rows to imitate, and a mixture is of rewards")
         if isinstance(task, Relearned):
             raise UserError(f"mixture: {name!r} changes what is learned from, for all of a run")
+        if isinstance(task, Remembers | Evaluated):
+            raise UserError(f"mixture: {name!r} {CHANGES}, which a mixture does not")
         check_members(task, f"mixture: {name!r}")
         if not len(task.train):
             raise UserError(f"mixture: {name!r} has no examples to train on")
@@ -120,3 +126,5 @@ def check_single(task: Task[Any], wrapper: str, *, episodes: bool = False) -> No
         )
     if isinstance(task, Relearned) or (isinstance(task, Interactive) and not episodes):
         raise UserError(f"{wrapper}: the task has an environment of its own: change that one")
+    if isinstance(task, Remembers | Evaluated):
+        raise UserError(f"{wrapper}: the task {CHANGES}, which is not handed on")

@@ -9,6 +9,7 @@ names of files, fill the disk while it runs, and use a flaw of the kernel. What 
 refuse, the log says.
 """
 
+import atexit
 import ctypes
 import json
 import logging
@@ -31,7 +32,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from multiprocessing.connection import wait
-from typing import NoReturn
+from typing import Any, NoReturn, cast
 
 from jaxrl_llm.tasks.workers import Workers, serve
 
@@ -127,15 +128,25 @@ def _landlock() -> int:
 
 
 def _delete(folder: str) -> None:
-    """Deletes a folder, however deep."""
-    subprocess.run(["rm", "-rf", folder], check=False)  # noqa: S603, S607
+    """Deletes a folder, however deep, with what its owner may not read in it."""
+    for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
+        subprocess.run([*command, folder], check=False, stderr=subprocess.DEVNULL)  # noqa: S603
+        if not os.path.lexists(folder):
+            return
 
 
 def _answer(code: str, seconds: float, memory: int) -> str:
     """The output of a program, in JSON, and why it was ended if it was."""
 
     def program() -> None:
-        exec(compile(code, "program.py", "exec"), vars(sys.modules["__main__"]))  # noqa: S102 (what this is for)
+        atexit._clear()  # what the worker has registered is not the program's
+        try:
+            exec(compile(code, "program.py", "exec"), vars(sys.modules["__main__"]))  # noqa: S102 (what this is for)
+        except SystemExit as error:
+            if not isinstance(error.code, int | None):
+                print(error.code, file=sys.stderr)
+        finally:
+            atexit._run_exitfuncs()
 
     text, why = confined(program, sys.argv[1], seconds, _SLOWER * seconds, memory)
     text = "\n".join([text.strip(), *([f"(ended: {why})"] if why else [])])
@@ -165,14 +176,15 @@ def confined(
         for kill in (os.kill, os.killpg):  # it has a group if it came that far
             with suppress(ProcessLookupError):
                 kill(pid, signal.SIGKILL)
-        status = os.waitpid(pid, 0)[1]
+        _, status, used = os.wait4(pid, 0)
+        spent = used.ru_utime + used.ru_stime
         os.close(reader)
     finally:
         _delete(folder)
     text, number, why = output.decode(errors="replace"), os.WTERMSIG(status), ""
     if len(text) > _OUTPUT:
         why = f"it printed more than {_OUTPUT} characters"
-    elif late or number == signal.SIGXCPU:
+    elif late or number == signal.SIGXCPU or (number == signal.SIGKILL and spent > seconds):
         why = f"it took more than {seconds:g} s"
     elif number not in (0, signal.SIGKILL):
         why = signal.strsignal(number) or f"signal {number}"
@@ -190,7 +202,8 @@ def _run(
             os.dup2(source, target)
         os.closerange(3, 1 << 16)
         sys.stdin = os.fdopen(0, closefd=False)
-        sys.stdout = sys.stderr = os.fdopen(1, "w", buffering=1, errors="replace", closefd=False)
+        printed = os.fdopen(1, "w", buffering=1, errors="replace", closefd=False)
+        sys.stdout = sys.stderr = sys.__stdout__ = sys.__stderr__ = printed
         os.environ |= {"HOME": folder, "TMPDIR": folder, "OPENBLAS_NUM_THREADS": "1"}
         beside = os.environ.get("PYTHONPATH")  # of this package
         if beside in sys.path and beside not in _SITES:
@@ -209,8 +222,9 @@ def _run(
             shown = shown.tb_next if shown else None
         traceback.print_exception(error.with_traceback(shown), limit=-3)
     finally:
-        with suppress(BaseException):
-            sys.stdout.flush()
+        for stream in (sys.stdout, sys.__stdout__):  # a program may have put another in its place
+            with suppress(BaseException):
+                cast(Any, stream).flush()
         os._exit(0)
 
 

@@ -114,19 +114,18 @@ def task(
     system: str = "",
     instruction: str | None = None,
     judge: rewards.Scored | None = None,
-    seed: int = 0,
 ) -> Questions:
     """Questions of a file or a data set at the hub, with rewards; a UserError that says what is wrong.
 
     `source` is `mine.jsonl`, `owner/name[:config[:split]]` at the hub, or `tfds:name[/config][:split]`.
-    Without a `test` source the set's test or validation split is the test, else `held_out` questions
-    that `seed` chooses. A `judge` is one more reward, the last.
+    Without a `test` source the set's test or validation split is the test, else `held_out` questions,
+    the same ones each time. A `judge` is one more reward, the last.
     """
     calls = terms(specs, weights, judge)
     by_name = [name for spec in specs if (name := spec.partition(":")[0]) in rewards.NEEDS_TRUTH]
     columns: dict[str, Any] = {"prompt_column": prompt_column, "answer_column": answer_column}
     columns |= {"hint_column": hint_column, "needs": by_name[:1], "choice": "choice" in specs}
-    train, held = split(source, test, held_out, seed, partial(questions, **columns))
+    train, held = split(source, test, held_out, partial(questions, **columns))
     if instruction is None:
         instruction = next((INSTRUCTIONS[one] for one in specs if one in INSTRUCTIONS), "")
     together = any(isinstance(call, rewards.OfGroup) for call, _ in calls.values())
@@ -150,7 +149,7 @@ def terms(
 
 
 def split(
-    source: str, test: str, held_out: int, seed: int, read: Callable[[Sequence[Path]], list[Q]]
+    source: str, test: str, held_out: int, read: Callable[[Sequence[Path]], list[Q]]
 ) -> tuple[list[Q], list[Q]]:
     """The rows of a source that `read` has read of its files, and those to test on, or held out for that."""
     if held_out < 0:
@@ -160,12 +159,14 @@ def split(
     if tested:
         held = read(tested)
     else:
-        order = [*range(len(train))]
-        Random(seed).shuffle(order)  # noqa: S311 (not for secrets)
-        count = min(held_out, max(1, len(train) // 10))
-        held, train = [train[i] for i in order[:count]], [train[i] for i in sorted(order[count:])]
+        first = {str(row.prompt): row for row in reversed(train)}
+        order = [*reversed(first)]
+        Random(0).shuffle(order)  # noqa: S311 (the same for all seeds of a run, which are compared)
+        aside = {*order[: min(held_out, max(1, len(order) // 10))]}
+        held = [first[prompt] for prompt in order if prompt in aside]
+        train = [row for row in train if str(row.prompt) not in aside]
     if not train:
-        raise UserError(f"{source} has one row, and it is held out to test on: give more")
+        raise UserError(f"{source} has one prompt, and it is held out to test on: give more")
     return train, held
 
 
@@ -179,7 +180,7 @@ def read_rows(files: Sequence[Path], read: Callable[[tables.Row, str], Q]) -> li
                 if not isinstance(row, Mapping):
                     raise UserError(f"a {type(row).__name__}, not a row with columns")
                 placed.append((where, read(row, where)))
-            except (UserError, TypeError, ValueError, KeyError, IndexError) as error:
+            except (UserError, TypeError, ValueError, LookupError, AttributeError) as error:
                 raise UserError(f"{where}: {error}") from error
     if not placed:
         raise UserError(f"{', '.join(map(str, files))} holds no rows")
@@ -233,7 +234,8 @@ def _files(source: str, test: str) -> tuple[list[Path], list[Path]]:
         trained = data.require(split or "train")
         kinds = ("test", "dev", "validation")
         like = [split.replace("train", kind) for kind in kinds if "train" in split]
-        held = [] if test else data.find(*like, *kinds)  # test_sft beside train_sft
+        beside = map(data.find, () if test else (*like, *kinds))  # test_sft beside train_sft
+        held = next((files for files in beside if files and not {*files} & {*trained}), [])
     if test and tables.is_local(test):
         held = [Path(test)]
     elif test:

@@ -11,6 +11,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.reward import Reward
 from jaxrl_llm.tasks.mixture import check_single
+from jaxrl_llm.tasks.rewards import final_part
 from jaxrl_llm.tasks.task import (
     Begins,
     Demonstrator,
@@ -136,14 +137,20 @@ class WithReflection:
         """The next reflections see the last instructions of these that led to a right attempt."""
         for one in (one for group in groups for one in group.trajectories):
             if len(one.restarts) > 1 and one.reward is not None and one.reward.correct:
-                written = one.tokens[one.restarts[0][1] : one.restarts[1][0]]
-                self.memory = tokenizer.decode(written).strip() or self.memory
+                (start, begun), (end, _) = one.restarts[:2]
+                written = _instructions(tokenizer, one.tokens[start:begun], one.tokens[begun:end])
+                self.memory = written or self.memory
 
     def state_dict(self) -> dict[str, Any]:
         return {"memory": self.memory}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.memory = state["memory"]
+
+
+def _instructions(tokenizer: Tokenizer, asked: Sequence[int], written: Sequence[int]) -> str:
+    """What a reflection says after its thoughts, if it has any; it follows the tokens that asked for it."""
+    return final_part(tokenizer.opened((), asked) + tokenizer.decode(written))
 
 
 class _Graded:
@@ -166,6 +173,7 @@ class _Episode:
         self._memory = task.memory  # as it was when the episode began
         self._attempt, self._number, self._texts = self._begun(), 1, list[str]()
         self._first: Reward | None = None  # the reward of a first attempt that failed
+        self._asked: Sequence[int] = ()  # the tokens that ask for the reflection
 
     def _begun(self) -> Environment:
         """The other side of an attempt."""
@@ -182,7 +190,7 @@ class _Episode:
     def step(self, tokens: Sequence[int]) -> Step:
         if self._first is not None and self._number == 1:  # the reflection
             self._attempt, self._number = self._begun(), 2
-            written = self._tokenizer.decode(tokens).strip()
+            written = _instructions(self._tokenizer, self._asked, tokens)
             return self._anew(under(written, self._prompt)), self._first
         self._texts.append(self._tokenizer.decode(tokens))
         result = self._attempt.step(tokens)
@@ -202,7 +210,9 @@ class _Episode:
         self._first = replace(reward, fields=fields)
         attempt, prompt = "\n".join(self._texts), as_text(self._prompt)
         feedback = self._whole.feedback(self._example, attempt, reward)
-        return self._anew(self._whole.ask(self._memory, prompt, attempt, feedback)), self._first
+        asked = self._anew(self._whole.ask(self._memory, prompt, attempt, feedback))
+        self._asked = asked or ()
+        return asked, self._first
 
     @property
     def _prompt(self) -> Prompt:

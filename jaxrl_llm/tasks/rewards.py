@@ -38,7 +38,10 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 _STYLED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf)\s*\{([^{}]*)\}")
 _ALONE = re.compile(rf"[\s().:*]*([{LETTERS}])[\s().:*]*", re.IGNORECASE)
 _LABEL = re.compile(rf"[\s(]*([{LETTERS}])[.:)]+\s.*", re.IGNORECASE | re.DOTALL)  # of `B. Lima`
-_BEHIND = re.compile(r"\b[Aa]nswer\W{0,10}(?:is|:)?\W{0,10}([A-J])\b")
+# "answer" with `is`, a colon or marks before the letter: A and I are words too
+_BEHIND = re.compile(
+    r"\b[Aa]nswer\b[ *_]{0,4}(?:\bis\b\W{0,10}|:\W{0,10}|[(\[*_\n][\s(\[*_]{0,9})([A-J])\b"
+)
 
 
 def reward(spec: str) -> Scored:

@@ -148,7 +148,10 @@ class HubData:
                 f"the data set {self.name!r} has {split!r} for several configs ({several}): "
                 f"name one, as {self.name}:CONFIG"
             )
-        return chosen
+        kinds = [kind for kind in READERS if any(path.suffix == kind for path in chosen)]
+        return [
+            path for path in chosen if path.suffix == kinds[0]
+        ]  # others have the same rows again
 
     def _called(self, wanted: str, paths: Sequence[Path]) -> list[Path]:
         """Of these files those of this name, or in a folder of it; else those with its words in theirs."""

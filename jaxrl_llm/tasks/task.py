@@ -2,12 +2,22 @@
 
 import inspect
 import math
+import operator
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Generic,
+    NamedTuple,
+    Protocol,
+    SupportsIndex,
+    TypeVar,
+    runtime_checkable,
+)
 
 from jaxrl_llm import userfile
 from jaxrl_llm.background import in_background
@@ -370,7 +380,8 @@ class Episodes:
         which = f"a step of episode {index + 1} of {len(self.rewards)}"
         begins = tokens is None
         work = partial(self._step, index, None if begins else list(tokens), list(logps))
-        call = deadline.Call(work, self._plain, self._examples[index], which, self._settings)
+        check = partial(self._plain, begins=begins)
+        call = deadline.Call(work, check, self._examples[index], which, self._settings)
         reply: Future[Said] = Future()
         if index in self._failed:
             reply.set_result(None)
@@ -406,7 +417,7 @@ class Episodes:
             return environment.step_with_logps(tokens, logps)
         return environment.step(tokens)
 
-    def _plain(self, result: Any) -> Any:
+    def _plain(self, result: Any, *, begins: bool) -> Any:
         """The result of a step, in plain numbers; TypeError or ValueError for anything else.
 
         What is awaited is none yet, and stays as it is.
@@ -417,12 +428,16 @@ class Episodes:
         reward = _plain(reward)
         if reply is None:
             return None, reward
-        tokens, known = [*reply], range(len(self._tokenizer))
+        known = range(len(self._tokenizer))  # a NumPy number would be compared with each of these
+        plain = lambda x: operator.index(x) if isinstance(x, SupportsIndex) else x
+        tokens = [*map(plain, reply)]
         if wrong := [token for token in tokens if token not in known]:
             raise ValueError(f"step() returned {wrong[0]!r}, which is no token of {len(known)}")
-        if isinstance(reply, NewContext) and not tokens:
-            raise ValueError("step() returned NewContext without a token")
-        return (NewContext if isinstance(reply, NewContext) else list)(map(int, tokens)), reward
+        if not tokens and (begins or isinstance(reply, NewContext)):
+            raise ValueError(
+                f"{'begin' if begins else 'step'}() returned a context without a token"
+            )
+        return (NewContext if isinstance(reply, NewContext) else list)(tokens), reward
 
 
 def _plain_each(count: int, rewards: Sequence[Reward]) -> list[Reward]:

@@ -23,6 +23,7 @@ from jaxrl_llm.tasks.task import (
     TeacherPrompter,
 )
 
+UNSAYABLE = "error"  # in place of results that a vocabulary of words has no tokens for
 _TOLD = "You can call functions, which are described here in JSON, one a line:\n"
 _HOW = (
     '\nTo call one, write <tool_call>{"name": ..., "arguments": {...}}</tool_call> and end your turn. '
@@ -225,7 +226,7 @@ class Toolbox:
         """The tokens that follow a turn with calls, after the one that ended it.
 
         They are what the template adds to an assistant's turn after the prompt, for these results and
-        the next turn. Without a template they are the results alone, or "error" if no words of the
+        the next turn. Without a template they are the results alone, or `UNSAYABLE` if no words of the
         vocabulary.
         """
         there, form = _template(tokenizer)
@@ -235,7 +236,7 @@ class Toolbox:
             try:
                 return tokenizer.encode("\n".join(results))
             except UserError:
-                return tokenizer.encode("error")
+                return tokenizer.encode(UNSAYABLE)
         if form:
             tool = {"role": "tool", "name": "f", "tool_call_id": "call00000"}
             turn, given = _CALLED, [tool | {"content": text} for text in results]
@@ -322,6 +323,10 @@ class _Turns:
     turns: list[str] = field(default_factory=list)
     calls: int = 0
     wrong: int = 0
+
+    def __post_init__(self):
+        if not _template(self.tokenizer)[0]:
+            self.tokenizer.encode(UNSAYABLE)  # now, and not at the first result that it stands for
 
     def step(self, tokens: Sequence[int]) -> Step | Awaitable[Callable[[], Step]]:
         turn = self.tokenizer.decode(tokens)

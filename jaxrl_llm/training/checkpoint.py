@@ -145,11 +145,11 @@ class Checkpoints:
         items = {ARRAYS: ocp.args.PyTreeSave(state), NOTE: ocp.args.JsonSave(note)}
         try:
             self._writer.save(where.absolute(), args=ocp.args.Composite(**items))
+            if any(map(sharding.waits, jax.tree.leaves(state))):
+                # what lies in host memory is written as it lies there, and the next step gives it away
+                self._writer.wait_until_finished()
         except (OSError, ValueError, RuntimeError) as error:
             raise self._cannot_write(error) from error
-        if any(map(sharding.waits, jax.tree.leaves(state))):
-            # what lies in host memory is written as it lies there, and the next step gives it away
-            self._writer.wait_until_finished()
         self._under_way = in_background(lambda: self._finish(where))
 
     def replace(self, step: int, state: Any) -> None:

@@ -259,6 +259,14 @@ class Components:
             limit = min(limit, self.shape.max_length - longest)
         return replace(self.config.sampling, max_tokens=limit, stop=self.tokenizer.stops, **changes)
 
+    @property
+    def warm_steps(self) -> int:
+        """Steps of the warm start, which may be counted in epochs of the data."""
+        warm = self.config.warm_start
+        if warm is None or warm.steps or not warm.epochs:
+            return self.config.warm_steps
+        return max(1, round(warm.epochs * len(self.splits.train) / warm.batch))
+
     def token_task(
         self,
         heartbeat: Callable[[], None] = lambda: None,
@@ -355,13 +363,16 @@ class Splits(NamedTuple):
 
 def _overlap(train: Collection[str], validation: Collection[str], test: Sequence[str]) -> str:
     """A warning if test prompts are among the others; a UserError if all are trained on."""
-    trained = sum(prompt in train for prompt in test)
-    if trained == len(test):  # the rest of a test set still tells something
+    counts = {
+        name: sum(prompt in among for prompt in test)
+        for name, among in (("training", train), ("validation", validation))
+    }
+    # the rest of a test set still tells something
+    if counts["training"] and all(prompt in train or prompt in validation for prompt in test):
         raise UserError(
-            f"the prompts of all {trained} test examples are in the training data: give the task a test set "
+            f"the prompts of all {len(test)} test examples are in the training data: give the task a test set "
             "of its own"
         )
-    counts = {"training": trained, "validation": sum(prompt in validation for prompt in test)}
     shared = [f"{n} test prompts are in the {name} data" for name, n in counts.items() if n]
     return f"warning: {'; '.join(shared)}" if shared else ""
 

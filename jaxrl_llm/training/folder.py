@@ -250,6 +250,8 @@ class RunFolder:
                 f"{self.path} has records, and its checkpoints are gone: mount or put back {where}, "
                 "or start anew with another --out"
             )
+        if there and earlier not in (None, *there):
+            raise UserError(f"--resume {earlier}: there are checkpoints of {there}")
         done = (max(there, default=0) if earlier is None else earlier) - first
         if done > steps == 0:
             raise UserError(

@@ -83,7 +83,7 @@ class RunLog:
         finally:
             self._at_end = []  # what they hold of the step is let go
             seconds |= self.clock.lap()
-        self._require_progress()
+        self.require_progress()
 
     def tell(self) -> None:
         """Says how long the present phase has taken, until a step has said how long one takes."""
@@ -116,7 +116,7 @@ class RunLog:
                 self._warned.add(kind)
                 self.journal.say(f"  step {step}: warning: {text}", "yellow")
 
-    def _require_progress(self) -> None:
+    def require_progress(self) -> None:
         """A UserError if the steps recorded by this process show that the run should not go on."""
         here = self._records[max(self._before, len(self._records) - alarms.WINDOW) :]
         if reason := alarms.reason_to_stop(here, self._most_ungraded):

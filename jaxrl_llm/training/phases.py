@@ -22,6 +22,7 @@ from jaxrl_llm.tasks.task import Supervised, as_text
 from jaxrl_llm.training.components import Components
 from jaxrl_llm.training.folder import RunFolder
 from jaxrl_llm.training.journal import REINFORCE, WARM_START
+from jaxrl_llm.training.leaving import Stop
 from jaxrl_llm.training.log import RunLog
 from jaxrl_llm.training.stream import Rollouts
 
@@ -74,17 +75,20 @@ class Imitation:
 
     name, saves_first = WARM_START, False
 
-    def __init__(self, components: Components, rollouts: Rollouts, resumed: Resumed | None):
+    def __init__(
+        self, components: Components, rollouts: Rollouts, resumed: Resumed | None, stop: Stop
+    ):
         warm = components.config.warm_start
         assert warm is not None
         self.steps, self.every = range(warm.steps), warm.evaluate_every or warm.steps
         self._components, self._rollouts, self._resumed = components, rollouts, resumed
+        self._stop = stop
         self._optimizer = warm.optimizer
         splits, seed = components.splits, components.config.seed
         self._data = Batches(splits.train, warm.batch, seed=seed, parts=splits.parts)
         self._demonstrate = partial(
             imitate.demonstrations,
-            components.token_task(),
+            rollouts.task,
             imitate.demonstration(warm.demonstration, components.task),
             warm.collate.response_length,
         )
@@ -114,7 +118,9 @@ class Imitation:
         self._rollouts.release()  # an evaluation may have pushed weights
         with log.phase("update"):  # the host makes a batch while the devices do the step before
             self._data.seek(step)
-            demonstrations = self._demonstrate(next(self._data))
+            # replayed in environments, which may take long
+            replay = partial(self._demonstrate, next(self._data))
+            demonstrations = distributed.in_step(replay, self._stop)
             self._in_vain = 0 if any(one.finished for one in demonstrations) else self._in_vain + 1
             if self._in_vain == min(BATCHES, len(self.steps)):
                 raise UserError(

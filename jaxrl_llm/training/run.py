@@ -226,7 +226,7 @@ class Run:
         if self.init_from is not None:  # 1. those of another run
             params = self.init_from.start_params(self.components)
         elif config.warm_start:  # 2. those that this run's ends with
-            imitation = Imitation(self.components, self.rollouts, self.resumed)
+            imitation = Imitation(self.components, self.rollouts, self.resumed, self.stop)
             params = self.fit(imitation).params
         else:  # 3. the pretrained model, or random ones by the run's seed
             params = self.components.initial_params()
@@ -241,7 +241,9 @@ class Run:
         Where the run ends early its state is saved, unless an update has consumed it.
         """
         step, state = phase.start()
-        if phase.saves_first:  # before anything is recorded of it: records alone mean it is gone
+        # before anything is recorded of it, as records alone mean it is gone; there is one already where
+        # a warm start was made shorter by --steps, and ends at its own checkpoint
+        if phase.saves_first and not distributed.from_first(lambda: step in self.checkpoints.steps):
             self.save(phase, step, state)
         saved = step
         self.log.begin(phase.name, phase.steps, step, phase.every)
@@ -254,6 +256,7 @@ class Run:
                     saved = step
                 if step >= phase.steps.stop:
                     self.log.flush()
+                    self.log.require_progress()
                     return state
                 distributed.check(self.stop)  # all leave after the same step
                 with self.log.step(step + 1):
@@ -271,8 +274,9 @@ class Run:
         with self.log.phase("save"):
             _require_finite(step, state, self.checkpoints.steps)
             self.log.journal.sync()
+            first = not self.checkpoints.steps
             self.checkpoints.save(step, state, note)
-            if not self.checkpoints.steps:  # records without any mean that they are gone
+            if first:  # records without any mean from now on that they are gone
                 self.checkpoints.wait()
                 if distributed.first():
                     self.folder.note_saved()
@@ -446,11 +450,12 @@ def _components(
     splits = components.splits
     _describe(components, splits, console)
     chosen, warm = {}, config.warm_start
-    if warm and warm.epochs and not warm.steps:
-        chosen["warm_steps"] = max(1, round(warm.epochs * len(splits.train) / warm.batch))
+    if (steps := components.warm_steps) != config.warm_steps:
+        assert warm is not None
+        chosen["warm_steps"] = steps
         config = config.sized(chosen)
         components = replace(components, config=config)
-        console.print(f"{warm.epochs:g} epochs: {chosen['warm_steps']} steps of {warm.batch} rows")
+        console.print(f"{warm.epochs:g} epochs: {steps} steps of {warm.batch} rows")
     if opened := [name for name, size in config.sizes.items() if not size]:
         from jaxrl_llm.planning import machines, report, sizes  # most configs leave none open
 

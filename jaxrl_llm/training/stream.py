@@ -33,7 +33,7 @@ class Rollouts:
     def __init__(self, components: Components, sampler: Sampler, log: RunLog, stop: Stop):
         self._components, self.sampler, self._log, self._stop = components, sampler, log, stop
         self._config, self._sampling = components.config, components.sampling()
-        self._task = components.token_task(log.clock.heartbeat, lambda: stop.requested)
+        self.task = components.token_task(log.clock.heartbeat, lambda: stop.requested)
         splits, seed = components.splits, self._config.seed + 1
         self._data = Batches(splits.train, self._config.prompts, seed=seed, parts=splits.parts)
         self._queue: list[Pending] = []  # asked for and not learned from, in the order of the data
@@ -61,9 +61,9 @@ class Rollouts:
                 self._graded += together(head, partial(self._answered, head), self._stop)
         if not self._queue:
             self.release()  # room for the update
-        if isinstance(self._task.task, Remembers):
+        if isinstance(self.task.task, Remembers):
             with userfile.user_code("the task cannot remember"):
-                self._task.task.remember(self._graded, self._task.tokenizer)
+                self.task.task.remember(self._graded, self.task.tokenizer)
         # constant ones where there are no others; in the order of the data
         preferred = sorted(range(len(self._graded)), key=lambda i: self._graded[i].is_constant)
         return [self._graded[i] for i in sorted(preferred[: config.prompts])]
@@ -73,7 +73,7 @@ class Rollouts:
         first = self._data.get_state()["taken"]
         examples = self._data.draw(max(0, count - len(self._queue)))
         places = range(first, first + len(examples))
-        self._queue += self._task.pending(
+        self._queue += self.task.pending(
             examples, places, [self._seed(place, step, nth) for place in places]
         )
 
@@ -91,8 +91,8 @@ class Rollouts:
             begun = time.perf_counter()
             new = [one for one in [*head, *self._queue] if not one.responses]
             self._log.progress = partial(self._progress, head)
-            self._task.submit(self.sampler, new, n=config.group_size, sampling=self._sampling)
-            mine = self._task.collect(self.sampler, head)
+            self.task.submit(self.sampler, new, n=config.group_size, sampling=self._sampling)
+            mine = self.task.collect(self.sampler, head)
             self._log.progress = str
             self._log.clock.idle(self.sampler.counters.get("idle_seconds", 0.0))
             # with lag the samplers have worked since the groups before these came
@@ -100,7 +100,7 @@ class Rollouts:
             self._came = time.perf_counter()
             self._seconds += self._came - start
         with self._log.phase("reward"):
-            return self._task.grade(mine)
+            return self.task.grade(mine)
 
     def _progress(self, head: list[Pending]) -> str:
         """How many responses of a step this process has."""
@@ -168,7 +168,7 @@ class Rollouts:
 
     def _position(self) -> dict[str, Any]:
         """The place in the data, and the memory that the task has of the groups before."""
-        task = self._task.task
+        task = self.task.task
         memory = {}
         if isinstance(task, Remembers):
             with userfile.user_code("the task cannot say what it remembers"):
@@ -178,12 +178,12 @@ class Rollouts:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on from there."""
         self._data.set_state(state["data"])
-        if isinstance(self._task.task, Remembers):
+        if isinstance(self.task.task, Remembers):
             with userfile.user_code("the task cannot be told what it remembered"):
-                self._task.task.load_state_dict(state["task"])
+                self.task.task.load_state_dict(state["task"])
         places = state.get("queue", [])
         examples, seeds = [*map(self._data.at, places)], [self._seed(p, 0, 0) for p in places]
-        self._queue = self._task.pending(examples, places, seeds)
+        self._queue = self.task.pending(examples, places, seeds)
         by_place = {one.place: one for one in self._queue}
         for part in state.get("there", ()):
             for place, group in zip(part["places"], from_note(part), strict=True):

@@ -93,8 +93,8 @@ def measured(
         sampler = sampler_of(*fakes, root=root / "weights", concurrency=concurrency)
         log = RunLog(Journal(root, rich.console.Console(quiet=True)), stack.enter_context(Clock()))
         rollouts, marks, lags = Rollouts(components, sampler, log, Stop()), [], []
-        rollouts._task = SimpleNamespace(**{
-            name: getattr(rollouts._task, name) for name in dir(rollouts._task) if not name.startswith("__")
+        rollouts.task = SimpleNamespace(**{
+            name: getattr(rollouts.task, name) for name in dir(rollouts.task) if not name.startswith("__")
         } | {"grade": lambda groups: groups})  # fmt: skip
         for step in range(steps + max_lag + 1):
             marks.append(time.monotonic())

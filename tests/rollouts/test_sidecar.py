@@ -31,6 +31,7 @@ from jaxrl_llm.rollouts.vllm.client import NoAnswer, Patience, Server, read_key,
 from jaxrl_llm.rollouts.vllm.sidecar import Launch, Sidecar
 from tests import tiny
 from tests.processes import kill
+from tests.rollouts.fake_vllm import Fake
 from tests.training import quick
 from tests.training.process import QUICK, fails
 
@@ -205,6 +206,15 @@ def test_a_server_that_cannot_start_is_given_up(root, python, fault, cause):
     assert "ended 3 times soon after its start" in given_up(made)
     assert f"RuntimeError: {cause}" in given_up(made)
     made.stop()
+
+
+def test_a_socket_may_lie_in_any_folder(memory):
+    folder = memory / "my disk #1 josé? 100%25"
+    folder.mkdir()
+    launch = Launch("python", log=folder / "log", socket=folder / "v.sock", key="key")
+    with Fake(path=launch.socket):
+        Vllm(servers=(launch.url,))
+        assert run(Server(launch.url, "key").label(), lambda: None) is None
 
 
 def test_a_python_that_is_not_there(root):

@@ -96,6 +96,7 @@ def responses(made):
 def test_what_is_answered(tmp_path):
     with Fake() as fake:
         made = ready(fake, root=tmp_path).generate(PROMPTS, n=2, sampling=SAMPLING)
+    assert all(client.PLAIN.items() <= one.items() for one in fake.bodies if "seed" in one)
     assert [one.prompt for one in made] == [p for p in PROMPTS for _ in range(2)]
     assert responses(made) == expected_responses(2)
     for one in made:
@@ -296,6 +297,7 @@ def test_responses_that_are_refused(fault, says, tmp_path):
         ([[50]], SAMPLING, "token 50, the vocabulary has 50"),
         ([[1] * 30], SAMPLING, "exceed max_model_len = 32"),
         ([[1]], Sampling(max_tokens=4, top_p=0.9), "set top_p to 1"),
+        ([[1]], Sampling(max_tokens=4, temperature=0.005), "at a temperature of 0.01 where 0.005"),
         ([[]], SAMPLING, "at least one prompt"),
     ],
 )
@@ -451,6 +453,35 @@ def test_new_weights_interrupt_responses_which_go_on_under_them(tmp_path):
     assert max(response.versions[1] for response in whole) == 9
     sampled = [*one.sampled, *other.sampled]
     assert [stitched(turn, sampled) for turn in turns] == [response.tokens for response in whole]
+
+
+def test_a_server_that_returns_while_a_push_is_scored_has_the_weights_before(tmp_path, monkeypatch):
+    """The new ones cannot be proved yet; the turns that it was at are asked for again."""
+
+    class ByFolder(Fake):
+        def route(self, path, body):
+            answer = super().route(path, body)
+            if path == "/collective_rpc":
+                self.logp = LOGP - (self.loaded[-1] != str(first))
+            return answer
+
+    first = tmp_path / "weights-000001"
+    with contextlib.ExitStack() as stack:
+        fake = stack.enter_context(ByFolder(port=port()))
+        made = ready(fake, root=tmp_path)
+        fake.pace = 0.05
+        under_way = made.submit(PROMPTS, n=1, sampling=LONG)
+        wait_for(lambda: fake.at_work)
+
+        def score(params, sequences):
+            fake.die()
+            new = stack.enter_context(ByFolder(port=fake.port))
+            wait_for(lambda: new.sampled)  # it has been given weights, and proved them
+            return [np.full(len(x) - 1, LOGP - 1) for x in sequences]
+
+        monkeypatch.setattr(made._served, "score", score)
+        made.push(WEIGHTS, 8)
+        assert {one.versions[1] for one in made.wait(under_way)} <= {7, 8}
 
 
 def wait_for(condition):
@@ -751,8 +782,16 @@ def test_the_trainer_is_told_all_that_it_has_to_agree_in():
         ("max_model_len", 24, "max_model_len = 24 must be at least 25"),
         ("dtype", "float16", "neither float32 nor bfloat16"),
         *(("share", share, "share = ") for share in (0.0, 1.0, -0.1, float("nan"))),
+        ("devices", (1,), "devices has 1, which is no text: write '1'"),
+        ("arguments", ("--tensor-parallel-size", 2), "arguments has 2, which is no text"),
+        ("environment", (("MINE", 1),), r"environment = .*'MINE', 1.* more than pairs of texts"),
     ],
 )
 def test_settings_that_no_server_could_keep(setting, value, says):
     with pytest.raises(UserError, match=says):
         engines.Vllm(**{setting: value})
+
+
+def test_a_part_of_memory_that_is_no_number():
+    with pytest.raises(UserError, match="utilization half in `arguments` is no number"):
+        engines.Vllm(arguments=("--gpu-memory-utilization=half",))._beside_jax()

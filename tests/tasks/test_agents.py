@@ -395,7 +395,8 @@ def test_a_command_ends_with_all_that_it_has_started(late, tmp_path):
     program = (
         "import os, subprocess, sys, time\n"
         "other = subprocess.Popen(['sleep', '3600'])\n"
-        f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{other.pid}}')\n"
+        "apart = subprocess.Popen(['sleep', '3600'], process_group=0)\n"  # as `timeout` does
+        f"open({str(tmp_path / 'pids')!r}, 'w').write(f'{{os.getpid()}} {{other.pid}} {{apart.pid}}')\n"
         f"time.sleep({3600 if late else 0})\n"
     )
     reward = known([sys.executable, "-c", program], seconds=3.0).try_reward("3 + 4", ["7"])

@@ -32,8 +32,8 @@ def written(folder, *rows, name="mine.jsonl"):
 
 
 def read(folder, row, name="mine.jsonl", **settings):
-    """The task of two such rows, and the one to train on."""
-    task = conversations.task(written(folder, row, row, name=name), **settings)
+    """The task of such a row, and that."""
+    task = conversations.task(written(folder, row, name=name), held_out=0, **settings)
     return task, task.train[0]
 
 

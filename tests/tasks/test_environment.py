@@ -10,11 +10,13 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxrl_llm.errors import StopRequested, UserError
 from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.models import tokenizer
+from jaxrl_llm.reward import UNGRADED
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.rollouts.trajectory import Trajectory
 from jaxrl_llm.tasks import deadline
@@ -179,6 +181,39 @@ def test_a_step_that_fails_leaves_its_episode_ungraded(bad, message, caplog):
     assert [reward.graded for reward in episodes.rewards] == [True, False, True]
     [line] = said(caplog)
     assert re.search(message, line), line
+
+
+def test_a_beginning_without_a_token_is_none(caplog):
+    """The first token is then drawn after nothing: its log-prob would be another response's."""
+
+    class Nothing(Stepping):
+        def begin(self):
+            return [], UNGRADED
+
+    class Begun(Of):
+        def environment(self, example, words):
+            return Nothing(self.taken, example)
+
+    with Episodes(Begun(echo), WORDS, [1]) as episodes:
+        assert episodes(0, None).result() is None
+        assert episodes(0, [1]).result() is None
+    assert not episodes.rewards[0].graded
+    assert "begin() returned a context without a token" in said(caplog)[0]
+
+
+def test_tokens_may_be_numbers_of_numpy():
+    """`in range` would compare each with all that the tokenizer has, while everything stands still."""
+
+    class Many:
+        def __len__(self):
+            return 10**9
+
+    answer = [np.int64(10**9 - 1), np.int32(3)]
+    step = lambda example, tokens: (answer, Reward(1.0, True))
+    task = Of(step)
+    task.environment = lambda example, words: Stepping(step, example)
+    with Episodes(task, Many(), [1]) as episodes:
+        assert episodes(0, [1]).result() == ([10**9 - 1, 3], False)
 
 
 def test_errors_of_the_task_and_a_stop_are_for_the_caller():

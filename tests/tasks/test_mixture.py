@@ -54,7 +54,7 @@ class Numbers:
         return Reward(self.pay * right, right)
 
 
-SMALL, LARGE = Numbers(range(20), range(5), pay=2.0), Numbers(range(100, 300), range(5, 9))
+SMALL, LARGE = Numbers(range(10, 30), range(5), pay=2.0), Numbers(range(100, 300), range(5, 9))
 MIXED = Mixture({"small": (SMALL, 3), "large": (LARGE, 1)})
 
 
@@ -154,6 +154,7 @@ PLAYED: Any = SimpleNamespace(**PARTS, environment=lambda *_: None)
 GROUPED: Any = SimpleNamespace(**PARTS, reward=str, rewards=lambda *_: [])
 IMITATED: Any = SimpleNamespace(**PARTS, reward=str, graded=True, row=lambda *_: None)
 REFLECTED: Any = WithReflection(Numbers([1]))
+REPLACED: Any = SimpleNamespace(**PARTS, reward=str, evaluated=SMALL)
 
 
 @pytest.mark.parametrize(
@@ -168,6 +169,7 @@ REFLECTED: Any = WithReflection(Numbers([1]))
         ({"a": (MIXED, 1)}, "'a' is a mixture itself"),
         ({"a": (IMITATED, 1)}, "'a' has rows to imitate"),
         ({"a": (REFLECTED, 1)}, "'a' changes what is learned from"),
+        ({"a": (REPLACED, 1)}, "'a' remembers .*, or is another task in evaluations"),
         ({"a": (SimpleNamespace(name="x"), 1)}, "mixture: 'a': it has no 'train'"),
         ({"all": (SMALL, 1)}, "'all' is no name for a task"),
         ({"a/b": (SMALL, 1)}, "'a/b' is no name for a task"),
@@ -197,8 +199,9 @@ WRAPPERS = {
         (GROUPED, " grades groups"),
         (REFLECTED, " has an environment of its own"),
         (PLAYED, " has an environment of its own"),
+        (REPLACED, " remembers .*, or is another task in evaluations"),
     ],
-    ids=["no task", "mixture", "rows", "groups", "reflection", "environment"],
+    ids=["no task", "mixture", "rows", "groups", "reflection", "environment", "evaluated"],
 )
 def test_a_task_whose_responses_are_not_graded_alone_is_not_wrapped(wrapper, task, said):
     refused = pytest.raises(UserError, match=f"^{wrapper}: the task{said}")

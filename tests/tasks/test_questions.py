@@ -6,6 +6,7 @@ import io
 import json
 import logging
 import pathlib
+from functools import partial
 
 import huggingface_hub
 import pyarrow
@@ -20,7 +21,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning.groups import Group, TokenTask
 from jaxrl_llm.models import tokenizer
 from jaxrl_llm.rollouts.trajectory import Trajectory
-from jaxrl_llm.tasks import questions, rewards
+from jaxrl_llm.tasks import conversations, questions, rewards
 from jaxrl_llm.tasks.reflection import WithReflection
 from jaxrl_llm.tasks.tables import Question
 from jaxrl_llm.tasks.task import UNGRADED, GradesGroups, Reward, score_groups
@@ -92,9 +93,8 @@ def written(folder, rows, name="mine.jsonl"):
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["mine.jsonl", "mine.json", "mine.parquet"])
 def test_what_others_publish_is_understood(tmp_path, caplog, row, spec, prompt, truth, name):
-    made = questions.task(written(tmp_path, [row] * 4, name), [spec])
-    assert [len(made.train), len(made.test)] == [3, 1]
-    assert made.train == [Question(prompt, (truth,), {})] * 3
+    made = questions.task(written(tmp_path, [row], name), [spec], held_out=0)
+    assert (made.train, made.test) == ([Question(prompt, (truth,), {})], [])
     assert caplog.messages == []
 
 
@@ -119,8 +119,9 @@ def test_tabs_need_no_quotes(tmp_path):
 def test_a_teacher_is_told_what_a_column_says(tmp_path):
     """Behind the question and before the instruction; nothing changes for the policy."""
     row = {"question": "6 * 7?", "answer": "42", "solution": "6 * 7 = 42"}
-    path = written(tmp_path, [row] * 4, "mine.jsonl")
-    plain, made = questions.task(path), questions.task(path, hint_column="solution")
+    path = written(tmp_path, [row], "mine.jsonl")
+    plain = questions.task(path, held_out=0)
+    made = questions.task(path, hint_column="solution", held_out=0)
     [one, *_] = made.train
     assert made.prompt(one) == plain.prompt(plain.train[0])
     assert plain.teacher_prompt(plain.train[0]) is None  # it reads the policy's
@@ -327,7 +328,7 @@ def test_a_truth_that_nothing_can_match_is_a_warning_with_its_row(tmp_path, capl
     fine = LETTERS | {"answer": "B"}
     source = written(tmp_path, [fine, lost, fine, lost])
     with caplog.at_level(logging.WARNING):
-        questions.task(source, [spec])
+        questions.task(source, [spec], held_out=0)
     [said] = caplog.messages
     assert f"{source}, row 1: no answer could ever be right there" in said
     assert said.endswith("2 of 4")
@@ -363,7 +364,10 @@ def hub(monkeypatch, folder, files):
         (["auxiliary_train.jsonl", "train.jsonl"], "us/set", [2, 1]),
         (["all/auxiliary_train.jsonl", "all/test.jsonl"], "us/set:all:auxiliary_train", [3, 3]),
         (["gsm8k_train.jsonl"], "us/set", [2, 1]),
-        (["gsm_train_part1.jsonl", "gsm_train_part2.jsonl"], "us/set", [5, 1]),
+        (["gsm_train_part1.jsonl", "gsm_train_part2.jsonl"], "us/set", [4, 1]),
+        (["train.jsonl", "train.csv", "test.jsonl"], "us/set", [3, 3]),
+        (["train.jsonl", "test.jsonl", "validation.jsonl"], "us/set::test", [3, 3]),
+        (["train.jsonl", "test.jsonl"], "us/set::test", [2, 1]),
     ],
 )  # fmt: skip
 def test_of_a_set_at_the_hub_a_config_and_a_split_are_taken(
@@ -373,6 +377,29 @@ def test_of_a_set_at_the_hub_a_config_and_a_split_are_taken(
     made = questions.task(source)
     assert [len(made.train), len(made.test)] == sizes
     assert asked == ["us/set"]
+
+
+def test_a_prompt_that_is_held_out_is_not_trained_on(tmp_path):
+    """All of its rows, and the same prompts whatever is trained: seeds are compared on them."""
+    rows = [{"question": f"{n % 30} + 1?", "answer": str(n % 30 + 1)} for n in range(90)]
+    made = questions.task(written(tmp_path, rows))
+    assert [len(made.train), len(made.test)] == [81, 3]
+    assert not {one.prompt for one in made.train} & {one.prompt for one in made.test}
+    one = [{"question": "Sing.", "answer": "la"}] * 9
+    with pytest.raises(UserError, match="has one prompt, and it is held out to test on"):
+        questions.task(written(tmp_path, one))
+    first, second = (
+        jl.grpo(model="m", data=written(tmp_path, rows), seed=seed).task(tmp_path)
+        for seed in (0, 1)
+    )
+    assert first.test == second.test
+
+
+def test_a_message_that_cannot_be_read_is_told_with_its_row(tmp_path):
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": "[]"}]
+    path = written(tmp_path, [{"messages": chat}] * 2)
+    with pytest.raises(UserError, match=r"mine\.jsonl, row 0: "):
+        conversations.task(path)
 
 
 @pytest.mark.parametrize("test", ["us/set", "us/set:main:test", "us/set:other:test"])
@@ -435,19 +462,17 @@ def test_a_set_at_the_hub_that_is_not_clear_is_asked_about(
 
 
 def test_a_prompt_has_the_instruction_of_its_reward_and_the_system_message(tmp_path):
-    source = written(tmp_path, [{"question": "6 * 7?", "answer": "42"}] * 2)
-    made = questions.task(source, ["math"])
+    source = written(tmp_path, [{"question": "6 * 7?", "answer": "42"}])
+    made = questions.task(source, ["math"], held_out=0)
     box = questions.INSTRUCTIONS["math"]
     assert made.prompt(made.train[0]) == f"6 * 7?\n\n{box}"
-    made = questions.task(source, ["math"], system="Be brief.", instruction="")
+    made = questions.task(source, ["math"], system="Be brief.", instruction="", held_out=0)
     assert made.prompt(made.train[0]) == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "6 * 7?"},
     ]
-    source = written(
-        tmp_path, [VERL | {"prompt": [{"role": "user", "content": f"6 * 7? {box}"}]}] * 2
-    )
-    made = questions.task(source, ["math"])
+    source = written(tmp_path, [VERL | {"prompt": [{"role": "user", "content": f"6 * 7? {box}"}]}])
+    made = questions.task(source, ["math"], held_out=0)
     assert made.prompt(made.train[0]) == list(made.train[0].prompt)  # it is there
 
 
@@ -476,6 +501,11 @@ def asked(*truths, **row):
         ("choice", "B", "A is wrong. The answer is (B)", 1, {"format": 1}),
         ("choice", "B", "Answer: **B**", 1, {"format": 1}),
         ("choice", "B", "b", 1, {"format": 1}),
+        ("choice", "B", "**Answer** (B)", 1, {"format": 1}),
+        ("choice", "B", "Answer:\n\nB", 1, {"format": 1}),
+        ("choice", "B", "The answer is B. That is the answer I would give.", 1, {"format": 1}),
+        ("choice", "A", "I cannot find the answer. A guess: C.", 0, {"format": 0}),
+        ("choice", "A", "The answer is C, and in my answer A is the area", 0, {"format": 1}),
         ("choice", "B", "\\boxed{(C)}", 0, {"format": 1}),
         ("choice", "B", "\\boxed{\\text{B}}", 1, {"format": 1}),
         ("choice", "B", "\\boxed{\\textbf{(B)}}", 1, {"format": 1}),
@@ -694,8 +724,8 @@ def test_truths_that_no_reward_reads_are_a_functions(tmp_path, functions):
         {"prompt": USER, "reward_model": {"ground_truth": truth}},
         {"question": "q", "answer": truth},
     ):
-        source = written(tmp_path, [row] * 2)
-        [one] = questions.task(source, [f"{tmp_path / 'my.py'}:verl_nested"]).train
+        source = written(tmp_path, [row])
+        [one] = questions.task(source, [f"{tmp_path / 'my.py'}:verl_nested"], held_out=0).train
         assert functions("verl_nested")(one, "A").correct
         with pytest.raises(UserError, match="row 0: an answer is a text or a number"):
             questions.task(source, ["math"])
@@ -703,15 +733,15 @@ def test_truths_that_no_reward_reads_are_a_functions(tmp_path, functions):
 
 def test_a_list_that_a_text_shows_is_one_for_what_reads_answers(tmp_path):
     """What a program prints is as it is."""
-    source = written(tmp_path, [{"question": "What does it print?", "answer": "['a', 'b']"}] * 2)
+    source = written(tmp_path, [{"question": "What does it print?", "answer": "['a', 'b']"}])
     for spec, truths in (
         ("exact", ("['a', 'b']",)),
         ("regex:(.*)", ("['a', 'b']",)),
         ("em", ("a", "b")),
     ):
-        assert questions.task(source, [spec]).train[0].truths == truths
-    listed = written(tmp_path, [{"question": "q", "golden_answers": "['a', 'b']"}] * 2)
-    assert questions.task(listed, ["exact"]).train[0].truths == ("a", "b")
+        assert questions.task(source, [spec], held_out=0).train[0].truths == truths
+    listed = written(tmp_path, [{"question": "q", "golden_answers": "['a', 'b']"}])
+    assert questions.task(listed, ["exact"], held_out=0).train[0].truths == ("a", "b")
 
 
 def test_functions_are_taken_as_they_are_written(functions):
@@ -749,18 +779,18 @@ def test_functions_are_taken_as_they_are_written(functions):
 
 @pytest.mark.parametrize("name", ["trl_rare", "rare"])
 def test_a_function_may_see_the_group(functions, tmp_path, name):
-    source = written(tmp_path, [{"question": "6 * 7?", "answer": "42"}] * 2)
+    source = written(tmp_path, [{"question": "6 * 7?", "answer": "42"}])
     spec = f"{tmp_path / 'my.py'}:{name}"
-    made = questions.task(source, ["exact", spec], weights=(1.0, 0.1))
+    made = questions.task(source, ["exact", spec], weights=(1.0, 0.1), held_out=0)
     got = made.rewards(made.train[0], ["42", "41", "42"])
     assert [one.score for one in got] == pytest.approx([1.05, 0.1, 1.05])
     assert [one.fields for one in got] == [
         {"exact": x, name: y} for x, y in ((1, 0.5), (0, 1), (1, 0.5))
     ]
     assert score_groups(made, [made.train[0]], [["41"]])[0][0].score == pytest.approx(0.1)
-    few = questions.task(source, [f"{tmp_path / 'my.py'}:too_few"])
+    few = questions.task(source, [f"{tmp_path / 'my.py'}:too_few"], held_out=0)
     assert score_groups(few, [few.train[0]], [["a", "b"]]) == [[UNGRADED] * 2]
-    assert not isinstance(questions.task(source, ["exact"]), GradesGroups)
+    assert not isinstance(questions.task(source, ["exact"], held_out=0), GradesGroups)
 
 
 @pytest.mark.parametrize("reward", [lambda example, response: 1.0, [len], 7])
@@ -770,32 +800,31 @@ def test_in_python_a_reward_is_named(reward):
 
 
 def test_fields_of_one_name_are_told_apart(tmp_path):
-    source = written(tmp_path, [{"question": "q", "answer": "B"}] * 2)
-    made = questions.task(source, ["exact", "choice", "tagged"])
+    source = written(tmp_path, [{"question": "q", "answer": "B"}])
+    made = questions.task(source, ["exact", "choice", "tagged"], held_out=0)
     [one] = made.train
     assert made.reward(one, "B").fields == {
         "exact": 1.0, "choice": 1.0, "choice_format": 1.0, "tagged": 0.0, "tagged_format": 0.0,
     }  # fmt: skip
-    made = questions.task(source, ["em", "f1"])
+    made = questions.task(source, ["em", "f1"], held_out=0)
     both = made.reward(one, "<answer>B or C</answer>").fields
     assert both == {"em": 0.0, "f1": pytest.approx(0.5), "em_format": 1.0, "f1_format": 1.0}
 
 
 def test_rewards_are_added_by_their_weights_and_each_is_a_field(tmp_path):
     (tmp_path / "my.py").write_text(FUNCTIONS)
-    source = written(tmp_path, [{"question": "6 * 7?", "answer": "42"}] * 2)
-    made = questions.task(source, ["exact", f"{tmp_path / 'my.py'}:brevity"], weights=(1.0, 0.1))
+    source = written(tmp_path, [{"question": "6 * 7?", "answer": "42"}])
+    task = partial(questions.task, held_out=0)
+    made = task(source, ["exact", f"{tmp_path / 'my.py'}:brevity"], weights=(1.0, 0.1))
     got = made.reward(made.train[0], "42")
     assert got.score == pytest.approx(1 + 0.1 * 0.98)
     assert (got.correct, got.fields) == (True, {"exact": 1.0, "brevity": 0.98})
     both = [f"{tmp_path / 'my.py'}:{name}" for name in ("trl_none", "brevity")]
-    made = questions.task(source, both)  # what says nothing of a question is left out, as TRL does
+    made = task(source, both)  # what says nothing of a question is left out, as TRL does
     got = made.reward(made.train[0], "42")
     assert (got.score, got.fields, got.graded) == (0.98, {"brevity": 0.98}, True)
-    assert not questions.task(source, both[:1]).reward(made.train[0], "42").graded
-    free = questions.task(
-        written(tmp_path, [{"question": "Sing."}] * 2), [f"{tmp_path / 'my.py'}:brevity"]
-    )
+    assert not task(source, both[:1]).reward(made.train[0], "42").graded
+    free = task(written(tmp_path, [{"question": "Sing."}]), [f"{tmp_path / 'my.py'}:brevity"])
     assert free.reward(free.train[0], "la").score == 0.98  # which needs no answer
 
 

@@ -22,7 +22,8 @@ from tests import tiny
 from tests.tasks import templates
 from tests.training import quick
 
-WORDS = tokenizer.of_words(["say", "what", "loud", "known", "said", "no", "yes", "a", "b", "c"])
+SAID = ["say", "what", "loud", "known", "said", "no", "yes", "a", "b", "c", "<think>", "</think>"]
+WORDS = tokenizer.of_words(SAID)
 EOS = WORDS.end("")
 
 
@@ -179,6 +180,24 @@ def test_reflections_see_the_last_instructions_that_led_to_a_right_attempt():
     alone = task.evaluated
     assert [*replayed(alone, "b", "a", "say b", "b").tokens] == ids("a", True)
     assert alone.prompt("b") == task.prompt("b")
+
+
+def test_thoughts_of_a_reflection_are_no_instructions():
+    """As everywhere else; a prompt may have begun them."""
+    task = reflecting(ask=lambda *_: "known <think>")
+    for written, kept in (
+        ("yes </think> say b", "say b"),
+        ("yes", "loud"),
+        ("yes </think>", "loud"),
+        ("</think> no <think> yes", "no"),
+    ):
+        one = replayed(task, "b", "a", written, "b")
+        (_, second) = one.restarts
+        again = [*one.tokens[slice(*second)]]
+        assert again == ids((f"{kept} " if kept != "loud" else "") + "say what")
+        task.memory = "loud"
+        task.remember([Group("b", (one,))], WORDS)
+        assert task.memory == kept
 
 
 def test_attempts_have_the_tools_that_the_first_prompt_names():

@@ -496,6 +496,19 @@ def test_a_write_that_fails_in_the_background_is_told_unless_an_error_is(
     there._writer.wait_until_finished()
 
 
+def test_a_write_from_the_memory_of_hosts_fails_as_any_other(tmp_path, monkeypatch):
+    """It is waited for at once; a full disk is no lack of memory."""
+    there = Checkpoints(tmp_path / "c")
+    monkeypatch.setattr(sharding, "waits", lambda _: True)
+
+    def full():
+        raise ValueError("RESOURCE_EXHAUSTED: No space left on device")
+
+    monkeypatch.setattr(there._writer, "wait_until_finished", full)
+    with pytest.raises(UserError, match="cannot write a checkpoint"):
+        there.save(1, state(1), {})
+
+
 def test_a_write_that_failed_is_told_by_the_next_save(tmp_path, monkeypatch):
     there = Checkpoints(tmp_path / "c")
     with monkeypatch.context() as patch:

@@ -6,12 +6,15 @@ import re
 import shutil
 import socket
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from rich.console import Console
 
+from jaxrl_llm.cli import train
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.models import hf
 from jaxrl_llm.training import record, run
@@ -266,6 +269,30 @@ def test_a_dry_run_refuses_what_a_run_would(words, message, tmp_path, monkeypatc
             main(["train", str(config), *out, *words, *dry])
         assert stop.value.code == 2
         assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_dry_run_knows_the_steps_of_what_is_there(whole, tmp_path, capsys):
+    """Those of another warm start, checkpoints that there are not, epochs that became steps."""
+    to = ("train", QUICK, "--dry-run", "--out")
+    said = fails(capsys, *to, tmp_path, "--from", whole, "--warm-steps", "3")
+    assert "its warm start has 4 steps, that of the config has 3" in said
+    for dry in ([], ["--dry-run"]):
+        said = fails(capsys, "train", QUICK, "--out", whole, "--resume", "999", *dry)
+        assert "--resume 999: there are checkpoints of [" in said
+    warm = replace(quick.config().warm_start, steps=0, epochs=1.0)
+    counted, source = replace(quick.config(), warm_start=warm), record.Source(whole / "config.py")
+    options = train.Options(out=str(whole), resume=True, dry_run=True)
+    train._dry_run(counted, options, source, Console(quiet=True))
+
+
+def test_a_demonstration_that_raises_is_one_line(tmp_path, capsys):
+    config = tmp_path / "mine.py"
+    config.write_text(
+        "from dataclasses import replace\nfrom tests.training import quick\n"
+        "def task(data): return replace(quick.task(data), demonstration=lambda example: {}['none'])\n"
+        "def config(): return replace(quick.config(), task=task)\n"
+    )
+    assert "a demonstration cannot be made: KeyError" in fails(capsys, "data", str(config))
 
 
 def test_where_a_run_may_not_be_is_told_before_anything_is_chosen_or_compiled(

@@ -100,6 +100,8 @@ REPLACE = "made = config()\ndef config(): return dataclasses.replace(made, "
          "prompts of up to 40 tokens are kept, and warm_start.collate has room for 20"),
         (REPLACE + "engine=Vllm(max_model_len=87))", "prompt and response may have 88 tokens, max_model_len = 87"),
         (REPLACE + "engine=Vllm(), sampling=Sampling(top_p=0.9))", "vLLM tells log-probs after truncation only"),
+        (REPLACE + "engine=Vllm(), evaluation=Evaluation(samples=4, temperature=0.005))",
+         "config: vLLM samples at a temperature of 0.01 where 0.005"),
         (REPLACE + "objective=Objective(advantages.grpo, factors=factors.truncated))", "line 4: "),
         ("def mine(logp, advantage, seen):\n    return -advantage * seen.old_logps\n" + REPLACE +
          "objective=Objective(advantages.grpo, surrogate=mine))", "line 4: AttributeError: "),

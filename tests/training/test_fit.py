@@ -20,7 +20,7 @@ from jaxrl_llm.learning.groups import TokenTask, rewards, trajectories
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.tasks.pipeline import Batches
 from jaxrl_llm.tasks.task import Reward, RewardSettings
-from jaxrl_llm.training import clock, phases, run
+from jaxrl_llm.training import alarms, clock, phases, run
 from jaxrl_llm.training.clock import Clock
 from jaxrl_llm.training.folder import RunFolder
 from jaxrl_llm.training.journal import REINFORCE, Journal
@@ -62,7 +62,7 @@ class Trial:
 
     def __init__(self, folder, *, scores=(), at=None, task=Echo, reply=None, **changes):
         self.log, self.saved, self.stop, self.at = [], {}, Stop(), at or {}
-        self.scores, self.demonstrate = dict(scores), str
+        self.scores, self.demonstrate, self.task = dict(scores), str, task
         self.journal = Journal(folder, rich.console.Console(quiet=True))
         inner = self.journal.record
         self.journal.record = lambda step, *rest: (self.note(f"record {step}"), inner(step, *rest))
@@ -84,7 +84,7 @@ class Trial:
         )
         splits = SimpleNamespace(train=task.train, parts=())
         components: Any = SimpleNamespace(
-            config=config, token_task=lambda *_: TokenTask(task(), WORDS), task=task(),
+            config=config, token_task=self.token_task, task=task(),
             sampling=lambda: Sampling(stop=(WORDS.eos,)), splits=splits,
             initial_params=lambda: jnp.int32(0), merged=lambda params: params,
             step=lambda *_: step, imitation=lambda *_: imitation, as_learned=list,
@@ -95,13 +95,18 @@ class Trial:
         log = RunLog(self.journal, Clock())
         checkpoints: Any = SimpleNamespace(save=self.save, wait=lambda: None, steps=[])
         rollouts = Rollouts(components, sampler, log, self.stop)
-        folder = RunFolder(folder)
+        folder, self.noted = RunFolder(folder), 0
+        folder.note_saved = lambda: setattr(self, "noted", len(self.saved))
         self.run = Run(components, folder, checkpoints, log, rollouts, self.stop, None, None)
         self.run.validate = self.validate
 
     def note(self, event):
         self.log.append(event)
         self.at.get(event, lambda: None)()
+
+    def token_task(self, heartbeat=lambda: None, stop_requested=lambda: False):
+        settings = RewardSettings(2, 60.0, heartbeat, stop_requested)
+        return TokenTask(self.task(), WORDS, settings)
 
     def _sampler(self, name, inner, *args, **how):
         self.note(f"push {args[1]}" if name == "push" else name)
@@ -138,7 +143,7 @@ class Trial:
         )  # fmt: skip
         with self.journal:
             self.journal.start(after=resumed.step if resumed else -1)
-            phase = Imitation(self.run.components, self.run.rollouts, resumed)
+            phase = Imitation(self.run.components, self.run.rollouts, resumed, self.stop)
             return self.run.fit(phase).params
 
     @property
@@ -395,6 +400,46 @@ def test_what_a_demonstration_raises_costs_no_step(trial, error):
     with pytest.raises(UserError, match=f"a demonstration cannot be made: {type(error).__name__}"):
         made.imitate()
     assert [*made.saved] == [3]
+
+
+def test_a_stop_is_heard_while_demonstrations_are_replayed(trial):
+    """Environments may take longer than there is until the process is ended."""
+    steps = []
+
+    class Slow(Echo):
+        def environment(self, example, words):
+            return self
+
+        def step(self, tokens):
+            steps.append(tokens)
+            made.stop.requested = len(steps) == 3  # in the second batch
+            return None, Reward(0.0, False)
+
+    made = trial(task=Slow, saves=lambda step: False)
+    with pytest.raises(StopRequested):
+        made.imitate()
+    assert [*made.saved] == [1]
+    assert made.log.count("learn 2") == 0
+
+
+def test_the_last_steps_are_looked_at_too(trial, monkeypatch):
+    """Each is recorded while the next one is made; a run does not end as if they were good."""
+    enough = lambda records, _: "for nothing" if len(records) == alarms.WINDOW else ""
+    monkeypatch.setattr(alarms, "reason_to_stop", enough)
+    made = trial(steps=alarms.WINDOW)
+    with pytest.raises(UserError, match="for nothing"):
+        made.reinforce()
+    assert alarms.WINDOW in made.saved
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_reinforcement_begins_with_a_checkpoint(trial, there):
+    """Its own, or that of a warm start that was made shorter; the run notes that there is one."""
+    made = trial()
+    made.run.checkpoints.steps += [0] * there
+    made.reinforce()
+    assert (0 in made.saved) is not there
+    assert made.noted == (0 if there else 1)
 
 
 def test_a_batch_of_demonstrations_that_are_too_long_is_passed_over(trial):

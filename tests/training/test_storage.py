@@ -470,6 +470,19 @@ def test_a_folder_is_removed_here_and_there_and_no_other(url):
     assert sorted(objects(url)) == ["44/a", "5/config.json"]
 
 
+def test_of_a_checkpoint_the_note_goes_last(url, monkeypatch):
+    """Arrays stay in the bucket until they are asked for: who finds none of it here clears nothing away."""
+    here, gone = storage.local(url), []
+    fill(here, "4/_CHECKPOINT_METADATA", "4/note/metadata", "4/state/a", "4/state/d/b")
+    storage.push(here)
+    bucket = storage._file_system("s3")
+    inner = bucket.rm_file
+    monkeypatch.setattr(bucket, "rm_file", lambda path: (inner(path), gone.append(path)))
+    storage.remove(here / "4")
+    names = [path.rpartition("/4/")[2] for path in gone]
+    assert names == ["_CHECKPOINT_METADATA", "state/d/b", "state/a", "note/metadata"]
+
+
 def test_objects_that_are_folders_are_none_and_none_lies_outside(url):
     mirror = storage._Mirror(url)
     for marker in ("", "a/"):

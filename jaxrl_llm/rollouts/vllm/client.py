@@ -35,6 +35,8 @@ UNLABELLED = "default"  # vLLM's label of weights before one is set
 TOKEN_SECONDS = 0.25  # allowed per token, for the slowest server worth waiting for
 ANSWER_BYTES, TOKEN_BYTES = 2**20, 2**12  # size limit of an answer, and more for each token
 LOGPS = -1e9, 1e-3  # a log-prob outside is an error; above 0 only by rounding
+# what a server may have defaults of its own for, from the model's folder: none of it is in the trainer's scores
+PLAIN = {"min_p": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 SOCKET_PATH = 107  # bytes, the kernel's limit
 REST = 0.5  # seconds before a server that has failed is asked again
 CHECK_SECONDS = 0.5  # between two looks at whether work is still wanted
@@ -84,7 +86,7 @@ class Server:
         self.experts: tuple[int, int, int] | None = None
         self.restart: Callable[[], None] = lambda: None  # asks who keeps it to start it again
         parts = address(self.url)
-        self._socket = Path(parts.path) if parts.scheme == "unix" else None
+        self._socket = Path(_path(parts)) if parts.scheme == "unix" else None
         self._tls = ssl.create_default_context() if parts.scheme == "https" else False
 
     async def complete(
@@ -100,6 +102,7 @@ class Server:
             "logprobs": 0,
             "stop_token_ids": list(sampling.stop),
             "ignore_eos": True,  # only `stop_token_ids` end a response
+            **PLAIN,
         }
         longest = len(prompt) + sampling.max_tokens
         if self.experts is None:
@@ -374,9 +377,9 @@ def address(url: str) -> urllib.parse.SplitResult:
     except ValueError:
         parts, sound = urllib.parse.urlsplit(""), False
     if sound and parts.scheme == "unix" and not parts.netloc and parts.path.startswith("/"):
-        if len(parts.path) > SOCKET_PATH:
+        if len(os.fsencode(_path(parts))) > SOCKET_PATH:
             raise UserError(
-                f"the path of the socket {parts.path} is longer than {SOCKET_PATH} bytes: choose a "
+                f"the path of the socket {_path(parts)} is longer than {SOCKET_PATH} bytes: choose a "
                 "shorter `memory` in the engine"
             )
     elif not (sound and parts.scheme in ("http", "https") and parts.hostname):
@@ -384,6 +387,11 @@ def address(url: str) -> urllib.parse.SplitResult:
             f"{url!r} is no address of a server: write unix:///PATH, http://HOST:PORT or https://HOST:PORT"
         )
     return parts
+
+
+def _path(parts: urllib.parse.SplitResult) -> str:
+    """The path of a socket: in its address it is percent-encoded."""
+    return urllib.parse.unquote(parts.path)
 
 
 def is_private(url: str) -> bool:

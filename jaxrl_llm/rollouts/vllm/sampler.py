@@ -14,6 +14,7 @@ from concurrent import futures
 from concurrent.futures import FIRST_EXCEPTION, Future
 from dataclasses import asdict, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -35,6 +36,7 @@ from jaxrl_llm.rollouts.vllm.serverside import EXTENSION
 from jaxrl_llm.rollouts.vllm.service import Service, Turn, request_seed
 from jaxrl_llm.rollouts.vllm.sync import WeightSync, load, load_adapters, loading
 
+LEAST = 0.01  # temperature above 0, to which vLLM raises lower ones
 BATCHED = 256  # requests, of a server that cannot tell: vLLM's limit on most GPUs
 
 
@@ -109,7 +111,7 @@ class VllmSampler(Sampler):
             self._base = self._served.checksums(params, self._dtype)
             self.weights.write_base(self._served.tensors(params, self._dtype), config)
         described = trained.config(params, self._dtype)
-        written = self.weights.write(trained.tensors(params, self._dtype), described)
+        folder, written = self.weights.write(trained.tensors(params, self._dtype), described)
         self._vocabulary = config["vocab_size"]
         label = f"{secrets.token_hex(4)}-{version}"  # that no other push of any run has
         start = time.monotonic()
@@ -117,8 +119,8 @@ class VllmSampler(Sampler):
         scored = time.monotonic()
         checksums = trained.checksums(params, self._dtype)
         summed = time.monotonic()
-        self._proof.expect(expected, checksums, config, written.changed)
-        proved = run(self._renew(label, version), self._look)
+        expect = partial(self._proof.expect, expected, checksums, config, written.changed)
+        proved = run(self._renew(label, version, folder, expect), self._look)
         self.weights.delete_old()
         figures = asdict(written) | {
             "probe": scored - start,
@@ -172,11 +174,16 @@ class VllmSampler(Sampler):
         self._check()
         self.weights.check()
 
-    async def _renew(self, label: str, version: int) -> list[Proved]:
-        """Has all servers load the newest weights at the same time; what they answer goes on after it."""
+    async def _renew(
+        self, label: str, version: int, folder: Path, expect: Callable[[], None]
+    ) -> list[Proved]:
+        """Has all servers load new weights at the same time; what they answer goes on after it."""
         abort = lambda server: server.post("/pause?mode=abort")
         async with self._service.interrupted(abort):
-            self._label, self.version = label, version
+            # all at once, while nothing is loaded: a server that comes back before gets the old
+            # weights, and they are compared with the old log-probs
+            self._label, self.version, self.weights.newest = label, version, folder
+            expect()
             async with tasks() as group:
                 loads = [
                     group.create_task(Patience([x], self.weights.patience).persist(x, self._load))
@@ -233,8 +240,7 @@ class VllmSampler(Sampler):
                 f"a prompt of {longest} tokens and {sampling.max_tokens} to come exceed max_model_len = "
                 f"{self._longest}: raise it in the engine"
             )
-        if sampling.temperature > 0:
-            refuse_truncation(sampling)
+        refuse_distortion(sampling)
 
 
 async def batched(server: Server) -> int:
@@ -248,9 +254,14 @@ async def batched(server: Server) -> int:
         raise NoAnswer(f"told not how many requests it batches ({error!r:.200})") from error
 
 
-def refuse_truncation(sampling: Sampling, where: str = "") -> None:
-    """A UserError for top-p or top-k, with which vLLM's log-probs are not the trainer's."""
-    if sampling.top_p < 1 or sampling.top_k > 0:
+def refuse_distortion(sampling: Sampling, where: str = "") -> None:
+    """A UserError for what has vLLM sample, or tell log-probs, otherwise than the trainer computes them."""
+    if 0 < sampling.temperature < LEAST:
+        raise UserError(
+            f"{where}vLLM samples at a temperature of {LEAST} where {sampling.temperature:g} is asked for: "
+            "raise it, set it to 0, or use the Native engine"
+        )
+    if sampling.temperature > 0 and (sampling.top_p < 1 or sampling.top_k > 0):
         raise UserError(
             f"{where}vLLM tells log-probs after truncation only: set top_p to 1 and top_k to 0, or use the "
             "Native engine"

@@ -9,6 +9,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import urllib.parse
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -52,7 +53,7 @@ class Launch:
     @property
     def url(self) -> str:
         """The server's address."""
-        return f"unix://{self.socket}"
+        return f"unix://{urllib.parse.quote(str(self.socket))}"
 
     def command(self, folder: Path) -> list[str]:
         """The command that serves the model in a folder, without a tokenizer."""

@@ -58,7 +58,7 @@ class Written:
 
 @dataclass
 class WeightSync:
-    """Folders of weights under `root`, of which servers load the newest.
+    """Folders of weights under `root`; servers load `newest`, which is set once it can be proved.
 
     `publish(folder)` is called before any server loads a folder, for code that restarts servers.
     `check` raises if the servers will not come back; `patience` is how many seconds to wait for
@@ -70,19 +70,18 @@ class WeightSync:
     publish: Callable[[Path], None] = lambda folder: None
     check: Callable[[], None] = lambda: None
     remote: bool = False
+    newest: Path = Path()
     _serial: int = 0
-    _newest: Path = Path()
     _sending: asyncio.Lock = field(default_factory=asyncio.Lock)
 
-    def write(self, tensors: Tensors, config: Mapping[str, Any]) -> Written:
-        """Writes the folder that servers load from now on: weights, or adapters."""
+    def write(self, tensors: Tensors, config: Mapping[str, Any]) -> tuple[Path, Written]:
+        """Writes a folder of weights, or adapters, to be the next `newest`."""
         self._serial += 1
         folder = self.root / f"weights-{self._serial:06d}"
-        written = write_folder(tensors, config, folder, before=self._newest)
-        self._newest = folder
+        written = write_folder(tensors, config, folder, before=self.newest)
         if not _adapters(config):
             self.publish(folder)
-        return written
+        return folder, written
 
     def write_base(self, tensors: Tensors, config: Mapping[str, Any]) -> None:
         """Writes the model that servers of our own start with, and load adapters beside."""
@@ -93,12 +92,12 @@ class WeightSync:
     def delete_old(self) -> None:
         """Deletes all folders but the newest."""
         for folder in self.root.glob("weights-*"):
-            if folder != self._newest:
+            if folder != self.newest:
                 shutil.rmtree(folder)
 
     async def newest_for(self, server: Server) -> str:
         """The folder that a server reads the newest weights from; sends to its host what is not there yet."""
-        folder, name = self._newest, f"{self._newest.parent.name}-{self._newest.name}"
+        folder, name = self.newest, f"{self.newest.parent.name}-{self.newest.name}"
         if not self.remote:
             return str(folder)
         query = urllib.parse.urlencode({"name": name, "path": folder})

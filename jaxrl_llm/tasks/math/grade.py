@@ -41,6 +41,7 @@ _END = "(?![A-Za-z])"  # the end of a LaTeX command
 _SPELLINGS = [  # applied in this order: later ones rely on earlier ones
     (re.compile(pattern), replacement)
     for pattern, replacement in (
+        (r"[<>]=", lambda m: "≤≥"[m[0] == ">="]),
         (rf"\\[dtc]?(frac|binom){_END}", r"\\\1"),
         (r"\\(?:mathrm|operatorname)\s*\{\s*([ie])\s*\}", r"\1"),
         (r"\\(?:math(?:bf|it|sf)|boldsymbol|bm)(?=\s*\{)", ""),
