@@ -36,6 +36,7 @@ RIGHT = {
     r"\frac{2\sqrt{5} + \sqrt{7} + 2}{23 + 4\sqrt{35}}": [
         r"\frac{2+2\sqrt5+\sqrt7}{23+4\sqrt{35}}"],
     r"-\frac{1}{3}": [r"\frac{-1}{3}"], r"\frac{1}{3}": [r"0.\overline{3}"],
+    r"x \geq 3": ["x>=3"], "x<=3": [r"x\le 3", "3 >= x"],
     "-2 < x < 3": ["3>x>-2"], r"1+\ln 2": [r"\ln(2)+1"],
     r"\frac{32 \sqrt{3}}{9}": [r"\frac{32}{3\sqrt3}"], r"42x\sqrt{5x}": [r"42\sqrt{5x}x"],
     r"\binom{n}{2} + 1": [r"1+\binom{n}{2}"], r"\frac{B - A}{2}": ["(B-A)/2"],

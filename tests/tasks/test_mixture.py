@@ -130,8 +130,8 @@ def test_a_prompt_that_is_held_out_is_trained_on_for_no_task():
 
 def test_who_answers_for_an_example():
     small, large = (first(MIXED, name) for name in ("small", "large"))
-    assert (MIXED.prompt(small), MIXED.prompt(large)) == ("0", str(large.example))
-    scored = score_responses(MIXED, [small, small, large], ["0", "1", str(large.example)])
+    assert (MIXED.prompt(small), MIXED.prompt(large)) == ("10", str(large.example))
+    scored = score_responses(MIXED, [small, small, large], ["10", "1", str(large.example)])
     assert [one.score for one in scored] == [2.0, 0.0, 1.0]
     assert not isinstance(MIXED, Interactive | Demonstrator | TeacherPrompter)
     shown = Numbers([1]), Numbers([2])

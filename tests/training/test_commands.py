@@ -292,7 +292,9 @@ def test_a_demonstration_that_raises_is_one_line(tmp_path, capsys):
         "def task(data): return replace(quick.task(data), demonstration=lambda example: {}['none'])\n"
         "def config(): return replace(quick.config(), task=task)\n"
     )
-    assert "a demonstration cannot be made: KeyError" in fails(capsys, "data", str(config))
+    said = fails(capsys, "data", str(config))
+    assert "a demonstration cannot be made: " in said
+    assert "mine.py, line 3: KeyError: 'none'" in said
 
 
 def test_where_a_run_may_not_be_is_told_before_anything_is_chosen_or_compiled(
