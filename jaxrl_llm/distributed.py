@@ -215,13 +215,13 @@ def in_step(work: Callable[[], T], stop: Stop) -> T:
 
     Raises that in all processes if one was asked to stop.
     """
-    own: list[T] = []
+    results: list[T] = []
     try:
-        own.append(work())
+        results.append(work())
     except StopRequested:
         stop.requested = True
     check(stop)
-    return own[0]
+    return results[0]
 
 
 def stalled(reason: str, stop: Stop) -> NoReturn:

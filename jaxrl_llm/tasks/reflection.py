@@ -148,9 +148,9 @@ class WithReflection:
         self.memory = state["memory"]
 
 
-def _instructions(tokenizer: Tokenizer, asked: Sequence[int], written: Sequence[int]) -> str:
-    """What a reflection says after its thoughts, if it has any; it follows the tokens that asked for it."""
-    return final_part(tokenizer.opened((), asked) + tokenizer.decode(written))
+def _instructions(tokenizer: Tokenizer, prompt: Sequence[int], written: Sequence[int]) -> str:
+    """The part of a reflection after its thoughts, if it has any; `prompt` are the tokens before it."""
+    return final_part(tokenizer.opened((), prompt) + tokenizer.decode(written))
 
 
 class _Graded:
@@ -173,7 +173,7 @@ class _Episode:
         self._memory = task.memory  # as it was when the episode began
         self._attempt, self._number, self._texts = self._begun(), 1, list[str]()
         self._first: Reward | None = None  # the reward of a first attempt that failed
-        self._asked: Sequence[int] = ()  # the tokens that ask for the reflection
+        self._context: Sequence[int] = ()  # the tokens that ask for the reflection
 
     def _begun(self) -> Environment:
         """The other side of an attempt."""
@@ -190,7 +190,7 @@ class _Episode:
     def step(self, tokens: Sequence[int]) -> Step:
         if self._first is not None and self._number == 1:  # the reflection
             self._attempt, self._number = self._begun(), 2
-            written = _instructions(self._tokenizer, self._asked, tokens)
+            written = _instructions(self._tokenizer, self._context, tokens)
             return self._anew(under(written, self._prompt)), self._first
         self._texts.append(self._tokenizer.decode(tokens))
         result = self._attempt.step(tokens)
@@ -211,7 +211,7 @@ class _Episode:
         attempt, prompt = "\n".join(self._texts), as_text(self._prompt)
         feedback = self._whole.feedback(self._example, attempt, reward)
         asked = self._anew(self._whole.ask(self._memory, prompt, attempt, feedback))
-        self._asked = asked or ()
+        self._context = asked or ()
         return asked, self._first
 
     @property
