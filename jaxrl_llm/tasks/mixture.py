@@ -78,7 +78,7 @@ class Mixture:
         if isinstance(task, Relearned):
             raise UserError(f"mixture: {name!r} changes what is learned from, for all of a run")
         if isinstance(task, Remembers | Evaluated):
-            raise UserError(f"mixture: {name!r} {CHANGES}, which a mixture does not")
+            raise UserError(f"mixture: {name!r} {CHANGES}, which a mixture does not hand on")
         check_members(task, f"mixture: {name!r}")
         if not len(task.train):
             raise UserError(f"mixture: {name!r} has no examples to train on")
