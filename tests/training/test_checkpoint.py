@@ -504,6 +504,7 @@ def test_a_write_from_the_memory_of_hosts_fails_as_any_other(tmp_path, monkeypat
     def full():
         raise ValueError("RESOURCE_EXHAUSTED: No space left on device")
 
+    monkeypatch.setattr(there._writer, "save", lambda *_, **__: None)
     monkeypatch.setattr(there._writer, "wait_until_finished", full)
     with pytest.raises(UserError, match="cannot write a checkpoint"):
         there.save(1, state(1), {})
