@@ -140,13 +140,13 @@ def memory() -> Path:
 
 
 @contextmanager
-def temporary_folder(under: Path) -> Iterator[Path]:
+def temporary_folder(under: Path | str) -> Iterator[Path]:
     """A fresh folder, removed at the end; removes those that killed processes have left in `under`.
 
     It is locked, so that systemd-tmpfiles, which empties /tmp of what is old, passes over it.
     Raises a UserError if it cannot be made.
     """
-    for folder in under.glob(f"{PREFIX}*"):
+    for folder in Path(under).glob(f"{PREFIX}*"):
         _remove_if_abandoned(folder)
     try:
         root = Path(tempfile.mkdtemp(prefix=PREFIX, dir=under))

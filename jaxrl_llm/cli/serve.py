@@ -56,7 +56,7 @@ def main(options: Options, config: Config) -> None:
     components = Components.make(replace(config, mesh=Mesh()), options.data_folder)
     with (
         stoppable(stop),
-        storage.temporary_folder(Path(engine.memory or storage.memory())) as root,
+        storage.temporary_folder(engine.memory or storage.memory()) as root,
         engine.sidecars(
             root,
             Path(options.out),

@@ -117,12 +117,8 @@ def _dry_run(config: Config, options: Options, source: Source, console: Console)
     config = folder.pinned(config) if resuming else config
     components = Components.make(config, options.data_folder)
     _describe(components, source, console)
-    first = components.warm_steps
-    if resuming:
-        earlier = None if isinstance(options.resume, (bool, str)) else options.resume
-        folder.require_at_most(first, config.steps, earlier)
-    if other is not None and not folder.checkpoints().steps:
-        other.require_warm_start(components, first)
+    earlier = folder.earlier(options.resume)
+    folder.require_steps(components, other, resuming=resuming, earlier=earlier)
 
 
 def _describe(components: Components, source: Source, console: Console) -> None:

@@ -189,9 +189,7 @@ class Vllm:
         from jaxrl_llm.rollouts.vllm.sync import WeightSync
 
         with ExitStack() as stack:
-            root = stack.enter_context(
-                storage.temporary_folder(Path(self.memory or storage.memory()))
-            )
+            root = stack.enter_context(storage.temporary_folder(self.memory or storage.memory()))
             served = model.served(mesh.shape["data"] * mesh.shape["fsdp"])
             experts = model.experts if self.replay else None
             sidecars = []

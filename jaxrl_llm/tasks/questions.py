@@ -162,8 +162,9 @@ def split(
         first = {str(row.prompt): row for row in reversed(train)}
         order = [*reversed(first)]
         Random(0).shuffle(order)  # noqa: S311 (the same for all seeds of a run, which are compared)
-        aside = {*order[: min(held_out, max(1, len(order) // 10))]}
-        held = [first[prompt] for prompt in order if prompt in aside]
+        count = min(held_out, max(1, len(order) // 10))
+        aside = {prompt: first[prompt] for prompt in order[:count]}
+        held = [*aside.values()]
         train = [row for row in train if str(row.prompt) not in aside]
     if not train:
         raise UserError(f"{source} has one prompt, and it is held out to test on: give more")

@@ -149,9 +149,8 @@ class HubData:
                 f"name one, as {self.name}:CONFIG"
             )
         kinds = [kind for kind in READERS if any(path.suffix == kind for path in chosen)]
-        return [
-            path for path in chosen if path.suffix == kinds[0]
-        ]  # others have the same rows again
+        # others have the same rows again
+        return [path for path in chosen if path.suffix == kinds[0]]
 
     def _called(self, wanted: str, paths: Sequence[Path]) -> list[Path]:
         """Of these files those of this name, or in a folder of it; else those with its words in theirs."""

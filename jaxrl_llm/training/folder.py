@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from jaxrl_llm import config as configs
 from jaxrl_llm import distributed, storage, userfile
@@ -114,6 +114,11 @@ class RunFolder:
     def resumes(self, resume: bool | int | str) -> bool:
         """True if `resume` goes on with a run: where it is auto, if there is one here."""
         return self.holds_run if resume == "auto" else resume is not False
+
+    @staticmethod
+    def earlier(resume: bool | int | str) -> int | None:
+        """The step that `resume` goes back to, if it names one."""
+        return None if isinstance(resume, (bool, str)) else resume
 
     def require_place(self, resume: bool) -> None:
         """A UserError unless a run may begin here, or with `resume` go on."""
@@ -263,6 +268,16 @@ class RunFolder:
                 f"{self.path} has made {done} steps of reinforcement, more than --steps {steps}: "
                 f"give --steps {done} or more, or leave it out"
             )
+
+    def require_steps(
+        self, components: Components, other: Self | None, *, resuming: bool, earlier: int | None
+    ) -> None:
+        """A UserError where the run, or the `other` whose warm start it takes, has not the config's steps."""
+        first = components.warm_steps
+        if resuming:
+            self.require_at_most(first, components.config.steps, earlier)
+        if other is not None and not self.checkpoints().steps:
+            other.require_warm_start(components, first)
 
     def pinned(self, config: Config) -> Config:
         """The config, with the sizes, the hub's commits and the day that the run in the folder began with."""

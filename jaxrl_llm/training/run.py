@@ -156,11 +156,8 @@ class Run:
 
             if distributed.count() > 1:
                 require_alike(new(source, other and other.path, inputs), resume)
-            earlier = None if isinstance(resume, (bool, str)) else resume
-            if resuming:
-                folder.require_at_most(first, config.steps, earlier)
-            if other is not None and not folder.checkpoints().steps:
-                other.require_warm_start(components, first)
+            earlier = folder.earlier(resume)
+            folder.require_steps(components, other, resuming=resuming, earlier=earlier)
             # what this process does when it is stopped, or makes no progress
             stop.save_seconds = 60 * config.save_minutes or math.inf
             if storage.shared(folder.path):  # a mirror goes with its process
