@@ -12,7 +12,7 @@ from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.models import tokenizer
 
 WORDS = tokenizer.of_words(
-    [*map(str, range(10)), "higher", "lower", "guess", "is", "?", ";", "done"]
+    [*map(str, range(10)), "higher", "lower", "guess", "is", "?", ";", "done", "error"]
 )
 
 

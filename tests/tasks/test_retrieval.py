@@ -253,10 +253,9 @@ def test_a_server_that_starts_late_is_asked_again():
 def test_an_episode_searches_twice_and_is_right(search, tmp_path):
     """In plain words: what is found follows the turn, and only the last turn is graded."""
     source = tmp_path / "asked.jsonl"
-    source.write_text(
-        '{"question": "what is made where mira lives", "golden_answers": ["salt"]}\n' * 2
-    )
-    task = Toolbox([search]).for_task(questions.task(str(source), ["em"], instruction=""))
+    source.write_text('{"question": "what is made where mira lives", "golden_answers": ["salt"]}\n')
+    asked = questions.task(str(source), ["em"], instruction="", held_out=0)
+    task = Toolbox([search]).for_task(asked)
     spoken = "what is made where mira lives in oslo makes salt search ; <answer> </answer> error"
     known = TokenTask(task, tokenizer.of_words([*dict.fromkeys(spoken.split())]))
     turns = ["search mira ;", "search salt ;", "<answer> salt </answer>"]
