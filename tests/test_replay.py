@@ -21,7 +21,7 @@ from jaxrl_llm.learning import groups, update
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.learning.groups import Group
 from jaxrl_llm.models import logprobs, qwen2
-from jaxrl_llm.models.generation import AcceleratorGenerator, CpuGenerator
+from jaxrl_llm.models.generation import ScannedGenerator, UnrolledGenerator
 from jaxrl_llm.models.policy import Policy, mesh_of_copies
 from jaxrl_llm.objectives import Objective, advantages
 from jaxrl_llm.reward import Reward
@@ -70,9 +70,9 @@ def sampler(name, devices=(1, 1, 1), *, static=False, routed=True):
     definition, params = policy(name)
     mesh = mesh_of_copies(tiny.mesh_of(*devices), 1)
     if static:
-        made = AcceleratorGenerator(definition, mesh, routed=routed)
+        made = UnrolledGenerator(definition, mesh, routed=routed)
     else:
-        made = CpuGenerator(definition, 16, mesh, routed=routed)
+        made = ScannedGenerator(definition, 16, mesh, routed=routed)
     sampler = NativeSampler(made, slots=8, prefill_prompts=4, steps=10)
     sampler.push(params, 1)
     return sampler

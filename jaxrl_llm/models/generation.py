@@ -1,6 +1,6 @@
 """Generation with a key/value cache, one token per call for every slot (a sequence in the batch).
 
-`CpuGenerator` and `AcceleratorGenerator` differ in the layout of weights and cache.
+`ScannedGenerator`, for small models on CPUs, and `UnrolledGenerator` differ in the layout of weights and cache.
 
 Layers of a linear recurrence keep a `State` in place of keys and values. What has read a token cannot
 read it again, as attention can, so `prefill` stops before the last token of a prompt, which is decoded
@@ -11,14 +11,15 @@ Layers that read the keys and values of others have no cache, and no part in `pr
 With `routed` the experts of each token are kept beside the cache, at the token's column (`Chosen`), so
 that a trainer can send it to the same ones.
 
-- On a CPU layers stay stacked, and the cache is cut into blocks of columns. A step visits only the
+- Scanned layers stay stacked, and the cache is cut into blocks of columns. A step visits only the
   blocks in use, so its cost follows the longest live sequence (1.4 to 4.3 times the tokens a
   second), and it compiles once. A block beyond a sequence's end changes nothing, to the last bit:
   results do not depend on the rest of the batch.
-- On accelerators every layer has its own arrays, and no shape or trip count depends on data: in a
-  scan all weights and the cache would be copied for every token, by their compilers' account. A
-  step reads the whole cache that it is given, so the caller grows it with the longest sequence (1.0
-  to 4.0 times the tokens a second). The table is in docs/benchmarks.md.
+- Unrolled every layer has its own arrays, and no shape or trip count depends on data: in a scan all
+  weights would be copied for every token, on CPUs too, which takes time once a layer has megabytes,
+  and on accelerators the cache. A step reads the whole cache that it is given, so the caller grows
+  it with the longest sequence (1.0 to 4.0 times the tokens a second). The table is in
+  docs/benchmarks.md.
 """
 
 from collections.abc import Sequence
@@ -78,8 +79,8 @@ Caches = list[Cache | State | Chosen]
 
 
 @dataclass(frozen=True)
-class CpuGenerator:
-    """Generation on CPUs, with a cache in blocks of `block` columns.
+class ScannedGenerator:
+    """Generation by a scan over the layers, with a cache in blocks of `block` columns, as CPUs do it best.
 
     `rounded` is the dtype of the policy that is sampled: `definition` may compute in a wider one,
     with weights rounded to it.
@@ -309,8 +310,8 @@ LayerCaches = list[LayerCache | State | Chosen]
 
 
 @dataclass(frozen=True)
-class AcceleratorGenerator:
-    """Generation on accelerators, with a `LayerCache` per layer; a step reads all of the cache."""
+class UnrolledGenerator:
+    """Generation layer by layer, each with its `LayerCache`; a step reads all of the cache."""
 
     definition: Any
     mesh: Mesh
@@ -453,10 +454,8 @@ class AcceleratorGenerator:
 
 
 @cache
-def _copying(
-    generator: AcceleratorGenerator, shardings: tuple[NamedSharding, ...], tree: Any
-) -> Any:
-    """The program of `AcceleratorGenerator.weights`; cached, so compiled once."""
+def _copying(generator: UnrolledGenerator, shardings: tuple[NamedSharding, ...], tree: Any) -> Any:
+    """The program of `UnrolledGenerator.weights`; cached, so compiled once."""
     return jax.jit(generator._apart, out_shardings=jax.tree.unflatten(tree, shardings))
 
 

@@ -24,8 +24,10 @@ from jaxrl_llm.models.sharding import AXES
 from jaxrl_llm.models.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # generation is read by whoever generates here
-    from jaxrl_llm.models.generation import AcceleratorGenerator, CpuGenerator
+    from jaxrl_llm.models.generation import ScannedGenerator, UnrolledGenerator
 
+# bytes of a layer from which a CPU, too, has layers apart: a scan copies each layer for every token
+APART = 4 * 2**20
 TRAINER = 12  # bytes per parameter beside the reference policy: itself and Adam's two moments
 
 
@@ -164,24 +166,28 @@ class Policy:
 
     def generator(
         self, mesh: Mesh, *, block: int, devices_a_copy: int | None = None, routed: bool = False
-    ) -> "CpuGenerator | AcceleratorGenerator":
+    ) -> "ScannedGenerator | UnrolledGenerator":
         """Generation on the trainer's devices; `devices_a_copy` (None: the fewest) share one copy.
 
-        `block` is the number of cache columns in a block, which only CPUs have. If `routed`, a mixture's
-        experts are kept.
+        `block` is the number of cache columns in a block, which only small models on CPUs have. If
+        `routed`, a mixture's experts are kept.
         """
-        from jaxrl_llm.models.generation import AcceleratorGenerator, CpuGenerator
+        from jaxrl_llm.models.generation import ScannedGenerator, UnrolledGenerator
 
         shared = devices_a_copy or fewest_devices(self.definition, mesh)
         there = mesh_of_copies(mesh, shared)
         shape, compute = qwen2.settings(self.definition)
         base, routed = replace(shape, lora=None), routed and self.experts is not None
+        definition, shapes = qwen2.graph(base, compute)
         if mesh.devices.flat[0].platform == "cpu":
             # until JAX 0.12 narrow weights were widened at every use (docs/benchmarks.md)
-            dtype = compute.dtype if jax.__version_info__ >= (0, 12) else jnp.float32
-            definition, _ = qwen2.graph(base, replace(compute, dtype=dtype))
-            return CpuGenerator(definition, block, there, shape.lora, compute.dtype, routed)
-        return AcceleratorGenerator(qwen2.graph(base, compute)[0], there, shape.lora, routed)
+            narrow = jnp.dtype(compute.dtype)
+            dtype = narrow if jax.__version_info__ >= (0, 12) else jnp.dtype(jnp.float32)
+            numbers = sum(x.size for x in jax.tree.leaves(shapes["layers"]))
+            if dtype != narrow or dtype.itemsize * numbers < APART * shape.num_layers:
+                definition, _ = qwen2.graph(base, replace(compute, dtype=dtype))
+                return ScannedGenerator(definition, block, there, shape.lora, narrow, routed)
+        return UnrolledGenerator(definition, there, shape.lora, routed)
 
     def served(self, shards: int) -> Served:
         """The model for servers, with scoring batches split over `shards` devices."""

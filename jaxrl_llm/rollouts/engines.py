@@ -61,10 +61,10 @@ class Native:
     """The embedded engine: `slots` sequences decode at a time, spread over the trainer's devices.
 
     With 0 slots a run chooses as many as fit (elsewhere: 64). Prompts are prefilled `prefill_prompts`
-    at a time. `devices_a_copy` devices share a copy of the
-    weights (None: as few as have room for it), which exists from a push until the responses are in.
-    On a CPU the cache has blocks of `block` columns: a step reads only those the longest needs. With
-    `replay` a mixture's tokens are sent to the same experts where they are learned from.
+    at a time. `devices_a_copy` devices share a copy of the weights (None: as few as have room for it),
+    which exists from a push until the responses are in. The cache of a small model on a CPU has blocks
+    of `block` columns: a step reads only those the longest needs. With `replay` a mixture's tokens are
+    sent to the same experts where they are learned from.
 
     >>> jl.Native(slots=128).own_weights
     False

@@ -26,7 +26,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.generation import AcceleratorGenerator, Chosen, CpuGenerator
+from jaxrl_llm.models.generation import Chosen, ScannedGenerator, UnrolledGenerator
 from jaxrl_llm.models.tokenizer import HiddenTokens
 from jaxrl_llm.rollouts.sampler import (
     Draft,
@@ -59,7 +59,7 @@ class NativeSampler(Sampler):
 
     def __init__(
         self,
-        model: CpuGenerator | AcceleratorGenerator,
+        model: ScannedGenerator | UnrolledGenerator,
         *,
         slots: int,
         prefill_prompts: int,

@@ -11,10 +11,12 @@ from jax.sharding import AbstractMesh
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import experts, families, primitives, qwen2, sharding
-from jaxrl_llm.models.generation import AcceleratorGenerator, CpuGenerator
+from jaxrl_llm.models.generation import ScannedGenerator, UnrolledGenerator
 from jaxrl_llm.models.policy import Policy, fewest_devices, mesh_of_copies
 from tests import tiny
 
+# before JAX 0.12 a CPU computes with weights that are widened beforehand, in a scan
+NARROW = UnrolledGenerator if jax.__version_info__ >= (0, 12) else ScannedGenerator
 PROMPTS = ([5, 3, 9], [17], list(range(40, 57)), [1, 2, 3, 4, 5, 6, 7, 8])
 
 
@@ -88,7 +90,7 @@ def test_greedy_generation_is_a_full_recomputation(family, block):
     """Prompts shorter and longer than a window, 20 tokens each: the logits of every step, and the tokens."""
     definition, params = model(tiny.FAMILIES[family])
     generation = Generation(
-        CpuGenerator(definition, block, tiny.mesh_of()), params, PROMPTS, columns=40
+        ScannedGenerator(definition, block, tiny.mesh_of()), params, PROMPTS, columns=40
     )
     agree(definition, params, PROMPTS, *generation.greedy(PROMPTS, 20))
 
@@ -116,7 +118,7 @@ def test_unrolled_generation_is_a_full_recomputation(family, monkeypatch):
     devices, share = SHARED.get(family, (1, 1))
     trainers = tiny.mesh_of(1, devices, 1)
     params = jax.device_put(params, sharding.param_shardings(params, trainers))
-    generator = AcceleratorGenerator(definition, mesh_of_copies(trainers, share))
+    generator = UnrolledGenerator(definition, mesh_of_copies(trainers, share))
     prompts = PROMPTS * 2
     with jax.set_mesh(generator.mesh):
         weights = generator.weights(params)
@@ -158,7 +160,7 @@ def test_devices_that_cannot_share_evenly_are_an_error():
 
 def test_a_slot_out_of_range_gets_nothing():
     definition, params = model()
-    generator = CpuGenerator(definition, 8, tiny.mesh_of())
+    generator = ScannedGenerator(definition, 8, tiny.mesh_of())
     ones = lambda *shape: jnp.ones(shape, jnp.int32)
     [filled] = generator.prefill(params, ones(2, 8), ones(2))
     slots = jnp.asarray([2, 3]), jnp.asarray([1, 0])
@@ -166,7 +168,7 @@ def test_a_slot_out_of_range_gets_nothing():
     assert not np.asarray(out.k[:, :, :2]).any()
     assert np.array_equal(out.v[:, 0, 2], filled.v[:, 0, 1])
     assert np.asarray(out.k[:, 0, 2]).all()
-    generator = AcceleratorGenerator(definition, tiny.mesh_of(4, 1, 2))
+    generator = UnrolledGenerator(definition, tiny.mesh_of(4, 1, 2))
     with jax.set_mesh(generator.mesh):
         filled = jax.jit(generator.prefill)(generator.weights(params), ones(4, 8), ones(4))
         cache = generator.empty(8, 16)
@@ -182,16 +184,30 @@ def test_a_copy_of_the_weights_is_compiled_once():
     definition, params = model()
     mesh = tiny.mesh_of(1, 1, 1)
     with jax.set_mesh(mesh):
-        AcceleratorGenerator(definition, mesh).weights(params)
+        UnrolledGenerator(definition, mesh).weights(params)
         with tiny.compilations() as compiled:
-            AcceleratorGenerator(definition, mesh).weights(params)
+            UnrolledGenerator(definition, mesh).weights(params)
     assert compiled == []
 
 
 def test_weights_are_the_same_arrays_where_the_precision_is_the_same():
     definition, params = model()
-    same = CpuGenerator(definition, 8, tiny.mesh_of()).weights(params)
+    same = ScannedGenerator(definition, 8, tiny.mesh_of()).weights(params)
     assert all(a is b for a, b in zip(*map(jax.tree.leaves, (same, params)), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "kind"),
+    [
+        (tiny.SHAPE, jnp.float32, ScannedGenerator),
+        (families.PRESETS["Qwen2.5-0.5B"], jnp.float32, UnrolledGenerator),
+        (families.PRESETS["Qwen2.5-0.5B"], jnp.bfloat16, NARROW),
+    ],
+)
+def test_on_a_cpu_small_layers_are_scanned_and_large_ones_are_apart(shape, dtype, kind):
+    """A scan copies each for every token, which took a third of one of Qwen2.5-0.5B."""
+    policy = Policy(qwen2.graph(shape, qwen2.Compute(dtype=dtype))[0])
+    assert type(policy.generator(tiny.mesh_of(), block=8)) is kind
 
 
 def test_on_a_cpu_bfloat16_weights_are_widened_once_where_xla_would_at_every_use():
@@ -207,7 +223,7 @@ def test_on_a_cpu_bfloat16_weights_are_widened_once_where_xla_would_at_every_use
     at = [p[-1] for p in PROMPTS], [len(p) - 1 for p in PROMPTS]
     found = Generation(generator, rounded, PROMPTS, columns=40).logits(*at)
     wide = qwen2.graph(tiny.SHAPE, qwen2.Compute(dtype=dtype))[0]
-    same = Generation(CpuGenerator(wide, 8, tiny.mesh_of()), exact, PROMPTS, columns=40)
+    same = Generation(ScannedGenerator(wide, 8, tiny.mesh_of()), exact, PROMPTS, columns=40)
     np.testing.assert_array_equal(found, same.logits(*at))
 
 
@@ -217,10 +233,10 @@ def test_half_precision_stays_near_full():
     definition = qwen2.graph(tiny.SHAPE, qwen2.Compute(dtype=jnp.bfloat16))[0]
     at = [p[-1] for p in PROMPTS], [len(p) - 1 for p in PROMPTS]
     with jax.set_mesh(mesh := tiny.mesh_of(1, 1, 1)):
-        generator = AcceleratorGenerator(definition, mesh)
+        generator = UnrolledGenerator(definition, mesh)
         half = Generation(generator, generator.weights(params), PROMPTS, columns=40)
         assert {x.dtype for x in jax.tree.leaves(half.cache)} == {jnp.dtype(jnp.bfloat16)}
         found = half.logits(*at)
-    full = Generation(CpuGenerator(model()[0], 8, tiny.mesh_of()), params, PROMPTS, columns=40)
+    full = Generation(ScannedGenerator(model()[0], 8, tiny.mesh_of()), params, PROMPTS, columns=40)
     exact = full.logits(*at)
     assert np.abs(found - exact).max() < 0.05 * np.abs(exact).max()

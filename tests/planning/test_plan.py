@@ -22,7 +22,7 @@ from jaxrl_llm.config import Mesh, Pretrained
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import hf, qwen2, sharding
-from jaxrl_llm.models.generation import CpuGenerator
+from jaxrl_llm.models.generation import ScannedGenerator
 from jaxrl_llm.planning import flops, machines, report, search, sizes
 from jaxrl_llm.planning import plan as plans
 from jaxrl_llm.planning.hlo import Collective
@@ -112,14 +112,14 @@ def test_a_plan_has_the_prompts_and_the_cache_of_the_engine(monkeypatch):
 
     def recorded(name):
         """What a program of the engine reads, in shapes, and what it gives."""
-        program = getattr(CpuGenerator, name)
+        program = getattr(ScannedGenerator, name)
 
         def run(self, *arguments):
             result = program(self, *arguments)
             called[name].append(jax.tree.map(jax.numpy.shape, (arguments[-2:], result)))
             return result
 
-        monkeypatch.setattr(CpuGenerator, name, run)
+        monkeypatch.setattr(ScannedGenerator, name, run)
 
     recorded("empty")
     recorded("prefill")

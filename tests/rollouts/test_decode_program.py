@@ -13,7 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import qwen2, sharding
-from jaxrl_llm.models.generation import AcceleratorGenerator
+from jaxrl_llm.models.generation import UnrolledGenerator
 from jaxrl_llm.models.policy import mesh_of_copies
 from jaxrl_llm.planning.machines import compiling_for, machine
 from jaxrl_llm.rollouts.native import NativeSampler
@@ -44,7 +44,7 @@ def program(name: str, share: int = 1) -> str:
     devices, sampling = machines(name), Sampling(top_p=0.9, top_k=5)
     mesh = sharding.make_mesh(1, len(devices), 1, devices=devices)
     definition, shapes = qwen2.graph(SHAPE, qwen2.Compute(dtype=jnp.bfloat16))
-    generator = AcceleratorGenerator(definition, mesh_of_copies(mesh, share))
+    generator = UnrolledGenerator(definition, mesh_of_copies(mesh, share))
     engine = NativeSampler(generator, slots=SLOTS, prefill_prompts=8)
     with compiling_for(generator.mesh):
         trained = jax.tree.map(lambda x, to: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=to),

@@ -14,7 +14,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.models import hf, logprobs, qwen2
-from jaxrl_llm.models.generation import AcceleratorGenerator, CpuGenerator
+from jaxrl_llm.models.generation import ScannedGenerator, UnrolledGenerator
 from jaxrl_llm.models.policy import mesh_of_copies
 from jaxrl_llm.rollouts import native
 from jaxrl_llm.rollouts.native import NativeSampler
@@ -37,7 +37,7 @@ def prompts(count, seed=0, longest=20):
 def engine(slots=8, *, together=4):
     definition, _ = qwen2.graph(tiny.SHAPE)
     made = NativeSampler(
-        CpuGenerator(definition, 16, tiny.mesh_of()),
+        ScannedGenerator(definition, 16, tiny.mesh_of()),
         slots=slots,
         prefill_prompts=together,
         steps=10,
@@ -188,7 +188,7 @@ def test_a_mesh_of_eight_gives_the_tokens_of_one_device():
     one = engine().generate(prompts(6), n=2, sampling=GREEDY)
     mesh = tiny.mesh_of(2, 2, 2)
     with jax.set_mesh(mesh):
-        generator = CpuGenerator(qwen2.graph(tiny.SHAPE)[0], 16, mesh)
+        generator = ScannedGenerator(qwen2.graph(tiny.SHAPE)[0], 16, mesh)
         made = NativeSampler(generator, slots=8, prefill_prompts=4)
         made.push(tiny.policy(mesh=mesh)[1], 0)
         eight = made.generate(prompts(6), n=2, sampling=GREEDY)
@@ -231,7 +231,7 @@ def test_greedy_equals_transformers_on_a_real_model(tmp_path, count):
     peer.transformers("greedy", folder)
     definition, _ = qwen2.graph(shape)
     made = NativeSampler(
-        CpuGenerator(definition, 128, tiny.mesh_of()), slots=count, prefill_prompts=4
+        ScannedGenerator(definition, 128, tiny.mesh_of()), slots=count, prefill_prompts=4
     )
     made.push(hf.load(folder, shape, tiny.mesh_of()), 0)
     greedy = made.generate(asked, n=1, sampling=Sampling(temperature=0.0, max_tokens=24))
@@ -242,7 +242,7 @@ def test_greedy_equals_transformers_on_a_real_model(tmp_path, count):
 def unrolled(devices, share):
     """The engine as on accelerators, on so many devices."""
     mesh = tiny.mesh_of(1, devices, 1)
-    generator = AcceleratorGenerator(qwen2.graph(tiny.SHAPE)[0], mesh_of_copies(mesh, share))
+    generator = UnrolledGenerator(qwen2.graph(tiny.SHAPE)[0], mesh_of_copies(mesh, share))
     made = NativeSampler(generator, slots=6, prefill_prompts=3)
     with jax.set_mesh(mesh):
         made.push(tiny.policy(mesh=mesh)[1], 1)
@@ -278,7 +278,7 @@ def test_copies_of_weights_that_no_device_count_divides():
     answers = []
     for devices, share in ((1, 1), (6, 3)):
         mesh = tiny.mesh_of(1, devices, 1)
-        generator = CpuGenerator(qwen2.graph(shape)[0], 16, mesh_of_copies(mesh, share))
+        generator = ScannedGenerator(qwen2.graph(shape)[0], 16, mesh_of_copies(mesh, share))
         made = NativeSampler(generator, slots=6, prefill_prompts=6)
         with jax.set_mesh(mesh):
             made.push(tiny.policy(shape, mesh=mesh)[1], 1)
@@ -312,9 +312,7 @@ def test_what_an_accelerator_answered_before_changes_no_program(monkeypatch):
 def test_a_process_has_its_devices_share_of_the_slots(monkeypatch):
     whole = tiny.mesh_of(8)
     definition, _ = qwen2.graph(tiny.SHAPE)
-    make = lambda: NativeSampler(
-        AcceleratorGenerator(definition, whole), slots=20, prefill_prompts=12
-    )
+    make = lambda: NativeSampler(UnrolledGenerator(definition, whole), slots=20, prefill_prompts=12)
     assert (make().slots, make().prefill_prompts) == (24, 16)
     here = jax.sharding.Mesh(whole.devices[:2], whole.axis_names)
     monkeypatch.setattr(native, "own_copies", lambda mesh: here)

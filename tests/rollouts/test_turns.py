@@ -19,7 +19,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.models import logprobs, qwen2
-from jaxrl_llm.models.generation import AcceleratorGenerator, CpuGenerator
+from jaxrl_llm.models.generation import ScannedGenerator, UnrolledGenerator
 from jaxrl_llm.models.tokenizer import HiddenTokens
 from jaxrl_llm.objectives import Objective, TokenData, advantages
 from jaxrl_llm.rollouts.engines import Native
@@ -38,7 +38,7 @@ SAMPLING = Sampling(max_tokens=40, max_turns=6, stop=STOP)
 DEFINITION, _ = qwen2.graph(tiny.SHAPE)
 
 
-DECODER = partial(CpuGenerator, block=16)
+DECODER = partial(ScannedGenerator, block=16)
 
 
 @functools.cache
@@ -230,7 +230,7 @@ def test_the_law_sees_other_tokens(wrong, pack):
     assert furthest([*map(wrong, episodes)], heard, pack=pack) > 1e-2
 
 
-@pytest.mark.parametrize("kind", [DECODER, AcceleratorGenerator])
+@pytest.mark.parametrize("kind", [DECODER, UnrolledGenerator])
 def test_a_recurrence_goes_on_where_its_turn_ended(kind):
     """However long others take: a state that waits is kept, and a new segment begins with its own."""
     shape = tiny.FAMILIES["qwen3_5"]
@@ -389,7 +389,7 @@ def test_episodes_do_not_depend_on_company_or_time():
     for made in (engine(slots=8), engine()):
         again = made.generate(asked, n=4, sampling=SAMPLING, reply=Random(late=0.03))
         assert again == base
-    other = engine(AcceleratorGenerator).generate(asked, n=4, sampling=SAMPLING, reply=Random())
+    other = engine(UnrolledGenerator).generate(asked, n=4, sampling=SAMPLING, reply=Random())
     said = lambda episodes: [(one.tokens, one.restarts) for one in episodes]
     assert said(other) == said(base)
 

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 
 from jaxrl_llm.config import Config
 from jaxrl_llm.learning import optimizers
-from jaxrl_llm.models.generation import CpuGenerator
+from jaxrl_llm.models.generation import ScannedGenerator
 from jaxrl_llm.rollouts.native import NativeSampler
 from tests.training import quick
 
 
-class Copying(CpuGenerator):
+class Copying(ScannedGenerator):
     def weights(self, params):
         return super().weights(jax.tree.map(jnp.copy, params))
 
