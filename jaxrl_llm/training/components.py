@@ -278,9 +278,10 @@ class Components:
         threads, seconds = self.config.reward_threads, self.config.reward_seconds
         settings = RewardSettings(threads, seconds, heartbeat, stop_requested)
         task = self.task
-        if evaluates and isinstance(task, Evaluated):
+        if evaluates:
             with userfile.user_code("the task of evaluations cannot be made"):
-                task = task.evaluated
+                # before Python 3.12 to ask whether it has one is to read it
+                task = task.evaluated if isinstance(task, Evaluated) else task
         return TokenTask(task, self.tokenizer, settings)
 
     def as_learned(self, groups: Sequence[Group]) -> list[Group]:

@@ -14,6 +14,7 @@ def now(monkeypatch):
     """The time, which the test sets."""
     now = [0.0]
     monkeypatch.setattr(clocks, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    monkeypatch.setattr(clocks.storage, "heard", lambda: 0.0)  # of a test before this one
     return now
 
 
