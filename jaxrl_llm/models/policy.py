@@ -26,8 +26,7 @@ from jaxrl_llm.models.tokenizer import Tokenizer
 if TYPE_CHECKING:  # generation is read by whoever generates here
     from jaxrl_llm.models.generation import ScannedGenerator, UnrolledGenerator
 
-# bytes of a layer from which a CPU, too, has layers apart: a scan copies each layer for every token
-APART = 4 * 2**20
+APART = 4 * 2**20  # bytes of a layer from which a CPU has layers apart: a scan would copy each
 TRAINER = 12  # bytes per parameter beside the reference policy: itself and Adam's two moments
 
 
