@@ -177,15 +177,15 @@ class Policy:
         there = mesh_of_copies(mesh, shared)
         shape, compute = qwen2.settings(self.definition)
         base, routed = replace(shape, lora=None), routed and self.experts is not None
-        definition, shapes = qwen2.graph(base, compute)
-        if mesh.devices.flat[0].platform == "cpu":
-            # until JAX 0.12 narrow weights were widened at every use (docs/benchmarks.md)
-            narrow = jnp.dtype(compute.dtype)
-            dtype = narrow if jax.__version_info__ >= (0, 12) else jnp.dtype(jnp.float32)
-            numbers = sum(x.size for x in jax.tree.leaves(shapes["layers"]))
-            if dtype != narrow or dtype.itemsize * numbers < APART * shape.num_layers:
-                definition, _ = qwen2.graph(base, replace(compute, dtype=dtype))
-                return ScannedGenerator(definition, block, there, shape.lora, narrow, routed)
+        on_cpu = mesh.devices.flat[0].platform == "cpu"
+        # until JAX 0.12 a CPU widened narrow weights at every use (docs/benchmarks.md)
+        wide = on_cpu and jax.__version_info__ < (0, 12)
+        dtype = jnp.float32 if wide else compute.dtype
+        definition, shapes = qwen2.graph(base, replace(compute, dtype=dtype))
+        numbers = sum(x.size for x in jax.tree.leaves(shapes["layers"]))
+        small = jnp.dtype(dtype).itemsize * numbers < APART * shape.num_layers
+        if on_cpu and (small or jnp.dtype(dtype) != compute.dtype):
+            return ScannedGenerator(definition, block, there, shape.lora, compute.dtype, routed)
         return UnrolledGenerator(definition, there, shape.lora, routed)
 
     def served(self, shards: int) -> Served:

@@ -41,7 +41,7 @@ from jaxrl_llm.rollouts.trajectory import Trajectory
 
 T = TypeVar("T")
 SHORTEST = 16  # tokens to which shorter prompts are padded: fewer programs to compile
-STRIDE = 8  # tokens that an accelerator decodes between checks whether to stop
+STRIDE = 8  # tokens decoded between checks whether to stop, where layers are apart
 SOON = 0.01  # seconds in which a reply is waited for; a later one is looked for every LOOK tokens
 LOOK = 16
 CALL = 5.0  # seconds of decoding, about, between checks whether to stop
