@@ -12,6 +12,8 @@ study = Study(
         "reweighting": {"alpha": 0.3, "eta": 0.0},
         "Lopti": {"alpha": 0.0, "eta": 0.5},
         "both": {"alpha": 0.3, "eta": 0.5},
+        "two plain steps": {"alpha": 0.0, "stages": "twice"},
+        "plain, twice the rate": {"alpha": 0.0, "eta": 0.0, "learning_rate": 2e-5},
     },
     baseline="plain",
     flags={"model": "smollm2", "learning_rate": 1e-5, "steps": 24},
