@@ -130,8 +130,8 @@ def arguments(function: ast.FunctionDef | ast.AsyncFunctionDef) -> list[str]:
     return [one.arg for one in (*every.posonlyargs, *every.args, *every.kwonlyargs)]
 
 
-FOREIGN = {  # optional attributes of others' objects: of Python, JAX, orbax, rich
-    *("__code__", "__file__", "__loader__", "__name__", "__notes__", "mesh"),
+FOREIGN = {  # optional attributes of others' objects: of Python, JAX, orbax, rich, the C library
+    *("__code__", "__file__", "__loader__", "__name__", "__notes__", "mesh", "malloc_trim"),
     *("compute_capability", "cr_code", "manual_axes", "rich_proxied_file", "tolist"),
 }
 

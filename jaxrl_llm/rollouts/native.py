@@ -10,6 +10,7 @@ What that earns in tokens a second (docs/benchmarks.md): refilling slots 1.4 to 
 batches, padding prompts by length up to 2.7 where long ones are read, else nothing.
 """
 
+import ctypes
 import itertools
 import math
 import time
@@ -92,7 +93,9 @@ class NativeSampler(Sampler):
 
     def release(self) -> None:
         """Drops the weights and any copy of them; push before the next `submit`."""
-        self.params = None
+        dropped, self.params = self.params is not None, None
+        if dropped and self.mesh.devices.flat[0].platform == "cpu":
+            _give_back_memory()
 
     def submit(
         self,
@@ -220,6 +223,12 @@ class NativeSampler(Sampler):
                 prompts = some[0][1][0]
                 cache = self._insert(cache, prompts, slot, which)
         return cache
+
+
+def _give_back_memory() -> None:
+    """Of freed arrays: glibc keeps what is below 32 MiB each, and an update asks for more at once."""
+    if trim := getattr(ctypes.CDLL(None), "malloc_trim", None):
+        trim(0)
 
 
 def own_copies(mesh: Mesh) -> Mesh:

@@ -3,7 +3,10 @@
 import dataclasses
 import functools
 import json
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -328,3 +331,29 @@ def test_released_weights_are_gone_until_the_next_push(make):
         made.generate([[1]], n=1, sampling=SAMPLING)
     made.push(tiny.policy()[1], 2)
     assert made.generate([[1]], n=1, sampling=SAMPLING)[0].versions == (2, 2)
+
+
+RELEASED = """
+import jax
+import jax.numpy as jnp
+from tests.rollouts.test_native import engine
+
+def resident():
+    lines = open("/proc/self/status").read().splitlines()
+    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
+
+sampler = engine()
+jnp.ones(24 << 18).block_until_ready()  # malloc keeps what is smaller from here on
+arrays = [jax.block_until_ready(jnp.ones(2 << 18)) for _ in range(200)]
+sampler.params, others = [x for i, x in enumerate(arrays) if i % 10], arrays[::10]
+del arrays
+before = resident()
+sampler.release()
+print((before - resident()) // 1024)
+"""
+
+
+def test_on_a_cpu_released_weights_are_the_system_s_again():
+    command = [sys.executable, "-c", RELEASED]
+    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    assert int(done.stdout) > 300, "of 360 MiB"
