@@ -27,5 +27,6 @@ def open_run(where: str, data: str, step: int | None) -> Iterator[tuple[Componen
         components.config.engine.start(components.policy, components.mesh, folder.path) as sampler,
     ):
         chosen, params = folder.params(components, step)
+        sampler.prompt_length = components.prompt_length
         sampler.push(params, chosen)
         yield components, sampler, chosen

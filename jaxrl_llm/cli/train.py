@@ -119,6 +119,9 @@ def _dry_run(config: Config, options: Options, source: Source, console: Console)
     _describe(components, source, console)
     earlier = folder.earlier(options.resume)
     folder.require_steps(components, other, resuming=resuming, earlier=earlier)
+    if resuming:
+        start = other and other.path
+        folder.continued(components, source.with_files_read(), start, components.inputs)
 
 
 def _describe(components: Components, source: Source, console: Console) -> None:

@@ -183,8 +183,9 @@ class Step:
         if generator.static:
             return generator.weights_like(params)
         plain = jax.eval_shape(partial(lora.merged, lora=self.shape.lora), params)
-        narrowed = jax.eval_shape(self.policy.cast_frozen, plain)
-        return jax.tree.map(like, narrowed, sharding.param_shardings(plain, generator.mesh))
+        dtype = qwen2.settings(generator.definition)[1].dtype
+        places = sharding.param_shardings(plain, generator.mesh)
+        return jax.tree.map(partial(like, dtype=dtype), plain, places)
 
     @property
     def copies_weights(self) -> bool:
@@ -207,6 +208,21 @@ class Step:
             empty = jax.jit(lambda weights: self.generator.empty(*size), keep_unused=True)
             shapes = jax.eval_shape(empty, self.weights)
             return jax.tree.map(like, shapes, empty.lower(self.weights).compile().output_shardings)
+
+    @cached_property
+    def prompts_read(self) -> int:
+        """Bytes on a device of the prompts that were read together, until each response has a slot."""
+        with compiling_for(self.generator.mesh):
+            read = jax.eval_shape(self.generator.prefill, self.weights, *self._prompts)
+        share = lambda slots, x: local_bytes(slots) * x.size // slots.size
+        return sum(jax.tree.leaves(jax.tree.map(share, self.cache, read)))
+
+    @property
+    def _prompts(self) -> Any:
+        """Tokens and lengths of prompts that are read together."""
+        shape = (self.engine.prefill_prompts, self.prompt_columns)
+        where = NamedSharding(self.generator.mesh, P())
+        return [like(np.zeros(x, np.int32), where) for x in (shape, shape[:1])]
 
     @cached_property
     def on_hosts(self) -> dict[str, int]:
@@ -271,7 +287,7 @@ class Step:
         decode = Program(
             "decode",
             partial(self._decode, stride),
-            beside=learned,
+            beside=learned + (self.prompts_read if turns > 1 else 0),
             runs=turns * tokens / stride,
             flops=work["decode"],
             moved=stride * (weights + filled * cache),
@@ -343,10 +359,7 @@ class Step:
         return self._sampled_by(jax.jit(self.generator.weights), self.params)
 
     def _prefill(self) -> jax.stages.Compiled:
-        shape = (self.engine.prefill_prompts, self.prompt_columns)
-        where = NamedSharding(self.generator.mesh, P())
-        given = (like(np.zeros(x, np.int32), where) for x in (shape, shape[:1]))
-        return self._sampled_by(jax.jit(self.generator.prefill), self.weights, *given)
+        return self._sampled_by(jax.jit(self.generator.prefill), self.weights, *self._prompts)
 
     def _decode(self, stride: int) -> jax.stages.Compiled:
         sampling, one = self.config.sampling, np.zeros((), np.int32)

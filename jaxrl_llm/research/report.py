@@ -146,7 +146,8 @@ def _run(folder: Path) -> tuple[str, list[Part]]:
 def _summary(records: Sequence[Record]) -> Element:
     """How far the run is, what reinforcement did to accuracy, and what alarmed."""
     ours = [r for r in records if r["phase"] == REINFORCE]
-    measured = journal.evaluations(ours)
+    learning, begins = journal.learning([*records])
+    measured = journal.evaluations(learning)
     steps, tested = [r for r in ours if "updates" in r], [r for r in ours if "test/accuracy" in r]
     ended = max((r["step"] for r in ours if {"test/step", "test/accuracy"} & {*r}), default=-1)
     state = "finished" if ended >= max((r["step"] for r in steps), default=0) else "not finished"
@@ -165,9 +166,9 @@ def _summary(records: Sequence[Record]) -> Element:
         if "test/loss" in r
     ]
     if measured:
-        scores = journal.scores(ours)
+        scores = journal.scores(learning)
         best = max(measured[1:], key=lambda r: (scores[r["step"]], r["step"]), default=None)
-        sentences += [f"Validation accuracy: {_measured(measured[0], 'eval')} before reinforcement"]
+        sentences += [f"Validation accuracy: {_measured(measured[0], 'eval')} before {begins}"]
         sentences[-1] += (
             f", at best {_measured(best, 'eval')} at step {best['step']}." if best else "."
         )

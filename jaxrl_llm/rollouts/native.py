@@ -16,11 +16,11 @@ import math
 import time
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -40,7 +40,6 @@ from jaxrl_llm.rollouts.sampler import (
 from jaxrl_llm.rollouts.slots import Slots, idle_slots, program, rules_of
 from jaxrl_llm.rollouts.trajectory import Trajectory
 
-T = TypeVar("T")
 SHORTEST = 16  # tokens to which shorter prompts are padded: fewer programs to compile
 STRIDE = 8  # tokens decoded between checks whether to stop, where layers are apart
 SOON = 0.01  # seconds in which a reply is waited for; a later one is looked for every LOOK tokens
@@ -49,13 +48,21 @@ CALL = 5.0  # seconds of decoding, about, between checks whether to stop
 CHECK = 0.5  # seconds between checks where all slots wait for replies
 
 
+class Read(NamedTuple):
+    """Prompts that were read together: their keys and values, and requests by their rows in them."""
+
+    cache: Any
+    requests: deque[tuple[int, Request]]
+
+
 class NativeSampler(Sampler):
     """A sampler on the trainer's devices; it reads the trainer's parameters in place, else a copy.
 
     `slots` sequences decode at a time; prompts are prefilled `prefill_prompts` at a time, padded to
     a power of two. Both count all processes: each takes the share of its devices, rounded up to
     divide evenly. The loop returns to the host when a sixteenth of the slots is done, if requests
-    are waiting, or after `steps` tokens.
+    are waiting, or after `steps` tokens. Prompts that are longer than memory was planned for come
+    last, with so many slots that their cache is no larger.
     """
 
     def __init__(
@@ -73,7 +80,6 @@ class NativeSampler(Sampler):
         self.slots, self.prefill_prompts = shared_out(
             slots, prefill_prompts, self.mesh.size, model.mesh.size
         )
-        self.refill = max(1, self.slots // 16)
         self.stride = STRIDE if model.static else 1
         self.params: Any = None
         self.version = 0
@@ -108,37 +114,60 @@ class NativeSampler(Sampler):
         """Answers at once: trainer and sampler share devices. Sets `counters` to its figures."""
         if self.params is None:
             raise UserError("the sampler has no weights: push some before it is asked")
-        requests, hidden = defaultdict[tuple[int, ...], list[Request]](list), deque[Request]()
+        requests, longer = (defaultdict[tuple[int, ...], list[Request]](list) for _ in range(2))
+        hidden, usual = deque[Request](), self.prompt_length or math.inf
         for request in enumerate_requests(prompts, n):
             begins = reply and isinstance(prompts[request.index // n], HiddenTokens)
-            (hidden if begins else requests[request.prompt]).append(request)
+            some = requests if len(request.prompt) <= usual else longer
+            (hidden if begins else some[request.prompt]).append(request)
         drafts = [Draft(sampling, prompt) for prompt in prompts for _ in range(n)]
+        self.counters = {"prefill_tokens": 0, "decode_steps": 0, "left": len(drafts)}
+        begun, busy = time.perf_counter(), 0.0
         # what the host has changed goes along with a call: a device_put of its own takes longer
         with jax.set_mesh(self.mesh), jax.transfer_guard_host_to_device("allow"):
-            self._serve(requests, hidden, drafts, sampling, reply)
+            if requests or hidden:
+                busy += self._serve(self.slots, requests, hidden, drafts, sampling, reply)
+            if longer:
+                fewer = self._slots_for(max(map(len, longer)), sampling.max_tokens)
+                busy += self._serve(fewer, longer, deque(), drafts, sampling, reply)
+        self.counters["idle_seconds"] = time.perf_counter() - begun - busy
         responses = [Future[Trajectory]() for _ in drafts]
         for response, draft in zip(responses, drafts, strict=True):
             draft.versions = [self.version]
             response.set_result(draft.done(episode=reply is not None))
         return responses
 
-    def _serve(self, requests, hidden, drafts, sampling, reply):
-        """The host's loop: fill free slots, decode, collect turns and what is replied to them.
+    def _slots_for(self, prompt_length: int, max_tokens: int) -> int:
+        """Slots whose cache has room for such prompts where that for the usual ones was."""
+        columns = lambda length: padded(length, SHORTEST) + max_tokens
+        fit = self.slots * columns(self.prompt_length) // columns(prompt_length)
+        return max(1, fit // self.mesh.size) * self.mesh.size
 
-        What a `hidden` request begins with is asked for once a slot is free for it.
+    def _serve(
+        self,
+        number: int,
+        requests: Mapping[tuple[int, ...], list[Request]],
+        hidden: deque[Request],
+        drafts: list[Draft],
+        sampling: Sampling,
+        reply: Reply | None,
+    ) -> float:
+        """The host's loop over `number` slots: fill free ones, decode, collect turns and replies to them.
+
+        What a `hidden` request begins with is asked for once a slot is free for it. Gives the seconds of
+        decoding.
         """
-        start, busy = time.perf_counter(), 0.0
-        longest = padded(max(len(draft.prompt) for draft in drafts), SHORTEST)
+        asked, count = [*itertools.chain(*requests.values(), hidden)], self.counters
+        busy, left, refill = 0.0, len(asked), max(1, number // 16)
+        longest = padded(max(len(one.prompt) for one in asked), SHORTEST)
         limit = longest + sampling.max_tokens
         columns = self._columns(longest + self.stride, limit)
-        cache = self._empty(self.slots, columns)
-        slots = idle_slots(self.slots, sampling.max_tokens, turns=reply is not None)
+        cache = self._empty(number, columns)
+        slots = idle_slots(number, sampling.max_tokens, turns=reply is not None)
         rules = rules_of(sampling)
         working: dict[int, Request] = {}  # by slot
         replies: dict[int, Future[Any]] = {}  # replies to come, by slot
-        left = len(drafts)
-        self.counters = count = {"prefill_tokens": 0, "decode_steps": 0, "left": left}
-        waiting, again = deque([self._prefilled(requests, count)]), list[Request]()
+        waiting, read, again = deque(self._together(requests)), list[Read](), list[Request]()
 
         def grown(cache, columns, end):
             if end + self.stride > columns < limit:
@@ -147,41 +176,41 @@ class NativeSampler(Sampler):
             return cache, columns
 
         while left:
-            count["left"] = left
             self._check()
             if again:
                 segments = defaultdict[tuple[int, ...], list[Request]](list)
                 for request in again:
                     segments[request.prompt].append(request)
                 cache, columns = grown(cache, columns, max(map(len, segments)))
-                waiting.append(self._prefilled(segments, count))
+                waiting += self._together(segments)
                 again.clear()
-            cache = self._admit(cache, slots, working, _one_by_one(waiting))
-            while hidden and (free := self._free(working)):
+            cache = self._admit(cache, slots, working, waiting, read)
+            while hidden and (free := _free(slots, working)):
                 working[free[0]] = request = hidden.popleft()
+                assert reply is not None
                 replies[free[0]] = reply(request.index, None, ())
             if slots.done.all():  # all wait for replies
                 futures.wait(replies.values(), CHECK, futures.FIRST_COMPLETED)
-                left -= _collect(slots, working, replies, drafts, reply, again, self._chosen(cache))
-                continue
-            live = ~slots.done
-            end = int(slots.position[live].max())
-            cache, columns = grown(cache, columns, end)
-            quota = self.refill if left > len(working) else self.slots
-            if reply:
-                quota = max(1, live.sum() // 16)
-            steps = min(self.steps, max(self.stride, int(CALL / self._pace)))
-            steps = min(steps, max(LOOK, self.stride)) if replies else steps
-            steps = steps if columns == limit else min(steps, columns - end)
-            began = time.perf_counter()
-            ends = np.int32(quota), np.int32(steps)
-            cache, *done = self._run(self.params, cache, slots, rules, *ends)
-            slots, steps = jax.tree.map(np.array, jax.device_get(done))
-            took = time.perf_counter() - began
-            busy, self._pace = busy + took, max(took / max(int(steps), 1), 1e-6)
-            count["decode_steps"] += int(steps)
-            left -= _collect(slots, working, replies, drafts, reply, again, self._chosen(cache))
-        self.counters = {**count, "left": 0, "idle_seconds": time.perf_counter() - start - busy}
+            else:
+                live = ~slots.done
+                end = int(slots.position[live].max())
+                cache, columns = grown(cache, columns, end)
+                quota = refill if left > len(working) else number
+                if reply:
+                    quota = max(1, live.sum() // 16)
+                steps = min(self.steps, max(self.stride, int(CALL / self._pace)))
+                steps = min(steps, max(LOOK, self.stride)) if replies else steps
+                steps = steps if columns == limit else min(steps, columns - end)
+                began = time.perf_counter()
+                ends = np.int32(quota), np.int32(steps)
+                cache, *done = self._run(self.params, cache, slots, rules, *ends)
+                slots, steps = jax.tree.map(np.array, jax.device_get(done))
+                took = time.perf_counter() - began
+                busy, self._pace = busy + took, max(took / max(int(steps), 1), 1e-6)
+                count["decode_steps"] += int(steps)
+            ended = _collect(slots, working, replies, drafts, reply, again, self._chosen(cache))
+            left, count["left"] = left - ended, count["left"] - ended
+        return busy
 
     def _chosen(self, cache: Any) -> Chosen | None:
         """The experts of all tokens in the slots, if they are kept."""
@@ -191,37 +220,48 @@ class NativeSampler(Sampler):
         """Columns of the cache: all, or if `static` a power of two, for few compilations."""
         return min(limit, padded(needed, 256)) if self.model.static else limit
 
-    def _prefilled(self, requests, count) -> Iterator[tuple[Any, int, Request]]:
-        """Yields (cache, row of the prompt in it, request); prefills prompts when it gets there."""
-        size, prompts = self.prefill_prompts, list(requests)
-        for length, group in by_padded_length([*map(len, prompts)], SHORTEST).items():
-            for start in range(0, len(group), size):
-                some = [prompts[i] for i in group[start : start + size]]
-                tokens, lengths = np.zeros((size, length), np.int32), np.zeros(size, np.int32)
-                for row, prompt in enumerate(some):
-                    tokens[row, : len(prompt)], lengths[row] = prompt, len(prompt)
-                    count["prefill_tokens"] += len(prompt)
-                cache = self._prefill(self.params, tokens, lengths)
-                for row, prompt in enumerate(some):
-                    yield from ((cache, row, request) for request in requests[prompt])
+    def _together(
+        self, requests: Mapping[tuple[int, ...], list[Request]]
+    ) -> list[tuple[int, list[list[Request]]]]:
+        """Requests by their prompts, of which some are read at a time: padded to a length."""
+        size, each = self.prefill_prompts, [*requests.values()]
+        lengths = by_padded_length([*map(len, requests)], SHORTEST)
+        return [
+            (length, [each[i] for i in group[start : start + size]])
+            for length, group in lengths.items()
+            for start in range(0, len(group), size)
+        ]
 
-    def _free(self, working):
-        return [s for s in range(self.slots) if s not in working]
+    def _read(self, length: int, some: list[list[Request]]) -> Read:
+        """Reads prompts."""
+        size = self.prefill_prompts
+        tokens, lengths = np.zeros((size, length), np.int32), np.zeros(size, np.int32)
+        for row, (request, *_) in enumerate(some):
+            lengths[row] = len(request.prompt)
+            tokens[row, : lengths[row]] = request.prompt
+        self.counters["prefill_tokens"] += int(lengths.sum())
+        requests = deque((row, one) for row, group in enumerate(some) for one in group)
+        return Read(self._prefill(self.params, tokens, lengths), requests)
 
-    def _admit(self, cache, slots, working, waiting):
-        """Puts requests into free slots: the prompts' cache on the device, the rest on the host."""
-        pairs = zip(
-            self._free(working), waiting, strict=False
-        )  # `free` first: prefill only if a slot is free
-        for _, group in itertools.groupby(pairs, key=lambda pair: id(pair[1][0])):
-            while some := list(itertools.islice(group, self.prefill_prompts)):
-                slot = np.full(self.prefill_prompts, self.slots, np.int32)  # out of range: no copy
-                which = np.zeros(self.prefill_prompts, np.int32)
-                for i, (s, (_, row, request)) in enumerate(some):
-                    slot[i], which[i], working[s] = s, row, request
-                    _start(slots, s, request)
-                prompts = some[0][1][0]
-                cache = self._insert(cache, prompts, slot, which)
+    def _admit(self, cache, slots, working, waiting, read):
+        """Puts requests into free slots: the prompts' cache on the device, the rest on the host.
+
+        `read` has those prompts whose requests are not all in slots yet: no others are there beside them.
+        """
+        free = deque(_free(slots, working))
+        while free and (read or waiting):  # read a prompt only if a slot is free
+            if not read:
+                read.append(self._read(*waiting.popleft()))
+            requests = read[0].requests
+            slot = np.full(self.prefill_prompts, len(slots.done), np.int32)  # out of range: no copy
+            which = np.zeros(self.prefill_prompts, np.int32)
+            for i in range(min(len(slot), len(free), len(requests))):
+                s, (row, request) = free.popleft(), requests.popleft()
+                slot[i], which[i], working[s] = s, row, request
+                _start(slots, s, request)
+            cache = self._insert(cache, read[0].cache, slot, which)
+            if not requests:
+                read.clear()
         return cache
 
 
@@ -350,14 +390,10 @@ def _collect(
     return ended
 
 
+def _free(slots: Slots, working: Mapping[int, Request]) -> list[int]:
+    return [s for s in range(len(slots.done)) if s not in working]
+
+
 @jax.jit
 def _row(x, row):
     return x[row]
-
-
-def _one_by_one(waiting: deque[Iterator[T]]) -> Iterator[T]:
-    """The rest of these, in their order; it may be dropped and asked for anew."""
-    while waiting:
-        for one in waiting[0]:  # noqa: UP028 (`yield from` would close it with this one)
-            yield one
-        waiting.popleft()

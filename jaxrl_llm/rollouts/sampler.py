@@ -59,10 +59,11 @@ class Sampler:
     episode whose prompt is hidden it is called with None, for what the policy sees first. Nothing
     else waits for it. `counters` are figures of the last responses, `sync` of the last `push` (empty where nothing
     is sent). `tolerance` is how far, on average, log-probs may be from the trainer's (None: they come
-    from the same devices).
+    from the same devices). `prompt_length` is what a plan of memory takes for the longest (0: any).
     """
 
     tolerance: float | None = None
+    prompt_length = 0
 
     def __init__(self) -> None:
         self.counters: dict[str, Any] = {}

@@ -201,7 +201,7 @@ def questions(
 
     def read(row: tables.Row, _: str) -> Question:
         question = _question(row, prompt_column, answer_column, needs, choice)
-        if not hint_column:
+        if not hint_column or row.get(hint_column, "") is None:
             return question
         named = tables.column(row, hint_column, (), "--hint-column")
         return replace(question, hint=str(row[named]))

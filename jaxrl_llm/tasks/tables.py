@@ -289,12 +289,15 @@ def column(row: Row, wanted: str, names: Sequence[str], flag: str) -> str:
 
     `Answer` is `answer` too.
     """
-    if wanted and row.get(wanted) is not None:
-        return wanted
-    there = {name.lower(): name for name, x in row.items() if x is not None}
-    for name in [] if wanted else names:
-        if name.lower() in there:
-            return there[name.lower()]
+    there = {name.lower(): name for name in sorted(row, key=lambda name: row[name] is not None)}
+    asked = (
+        [wanted] if wanted in row else [] if wanted else [there.get(name.lower()) for name in names]
+    )
+    found = [name for name in asked if name is not None]
+    if full := [name for name in found if row[name] is not None]:
+        return full[0]
+    if found:
+        raise UserError(f"its {found[0]} is empty: fill it in, or leave the row out")
     known = ", ".join(row) or "no columns"
     raise UserError(f"no {wanted or ' or '.join(names)} among {known}: name the column by {flag}")
 

@@ -49,14 +49,14 @@ def write(folder: RunFolder, step: int, there: Path, *, adapters: bool) -> None:
 
 
 def _evaluations(records: list[journal.Record], step: int) -> list[str]:
-    """A table of accuracies: before reinforcement, at the step, and on the test set."""
-    ours = [r for r in records if r["phase"] == journal.REINFORCE]
+    """A table of accuracies: before what is learned, at the step, and on the test set."""
+    ours, begins = journal.learning(records)
     scored = {r["step"]: r for r in journal.evaluations(ours)}
     first = min((r["step"] for r in ours if "eval/accuracy" in r), default=-1)
     tests = [r for r in records if r.get("test/step") == step and "test/accuracy" in r]
     rows = [
         (f"validation, {name}", "eval", scored[at])
-        for name, at in (("before reinforcement", first), ("this step", step))
+        for name, at in ((f"before {begins}", first), ("this step", step))
         if at in scored
     ]
     rows += [("test, this step", "test", one) for one in tests]

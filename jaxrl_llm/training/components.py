@@ -40,6 +40,7 @@ from jaxrl_llm.tasks.task import (
     as_text,
     check_members,
 )
+from jaxrl_llm.training import record
 from jaxrl_llm.training.fingerprint import written_out
 
 E = TypeVar("E")
@@ -103,12 +104,23 @@ class Components:
         return cls(config, task, words, shape, Policy(definition), mesh, source, base)
 
     @property
+    def inputs(self) -> dict[str, str]:
+        """What numbers depend on beside the config: checksums and versions, by name."""
+        return {**self.splits.checksums, **self.identity, **record.modules()}
+
+    @property
     def identity(self) -> dict[str, str]:
         """Versions of the tokenizer and the pretrained models, and a template's day; by their names."""
         folders = {PRETRAINED: self.source, TEACHER: self.teacher and self.teacher.folder}
         versions = {name: hf.version(folder) for name, folder in folders.items() if folder}
         versions |= {TOKENIZER: self.tokenizer.digest}
         return versions | ({DAY: self.tokenizer.day.isoformat()} if self.source else {})
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens of the longest prompt, but for tests; of a row to imitate nearly all may be one."""
+        limit, rows = self.config.collate, isinstance(self.task, Supervised)
+        return limit.prompt_length + (limit.response_length if rows else 0)
 
     @property
     def like(self) -> Any:

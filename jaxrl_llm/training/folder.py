@@ -85,8 +85,7 @@ class RunFolder:
             self.pull()  # another may have written until now
             storage.clear(self.path)
             if resume:
-                run = record.continued(self.path, record.read(self.path), source, other, inputs)
-                self.require_model(components)
+                run = self.continued(components, source, other, inputs)
                 had = run.get(SAVED, False) or bool(self.checkpoints().steps)
                 record.write(self.path, run | {SAVED: had})
             else:
@@ -97,6 +96,18 @@ class RunFolder:
                 yield
             finally:
                 storage.push(self.path)
+
+    def continued(
+        self,
+        components: Components,
+        source: Source | None,
+        init_from: Path | None,
+        inputs: Mapping[str, Any] | None = None,
+    ) -> record.Run:
+        """The run's record with one more session; a UserError if that would make it another run."""
+        run = record.continued(self.path, record.read(self.path), source, init_from, inputs)
+        self.require_model(components)
+        return run
 
     def wait_for(self, identity: str | None) -> None:
         """Returns when this process sees the run that the first has opened, by its id.

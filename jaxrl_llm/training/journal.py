@@ -57,15 +57,22 @@ def evaluations(records: Iterable[Record], figure: str = "eval/accuracy") -> lis
     return [r for r in records if figure in r and r.get("eval/examples", 1)]
 
 
+def learning(records: list[Record]) -> tuple[list[Record], str]:
+    """The records of reinforcement, of rows that are imitated all; and what the first evaluation is before."""
+    if any(LOSS in r for r in records):
+        return records, "the first step"
+    return [r for r in records if r["phase"] == REINFORCE], "reinforcement"
+
+
 def scores(records: list[Record]) -> dict[int, Score]:
     """Scores by step, of which the highest is the best checkpoint's, from the start of reinforcement on.
 
     The mean reward tells equal accuracies apart: a reward with degrees may never call a response correct. Of
     rows that are imitated it is the loss on others, below 0.
     """
-    if losses := {r["step"]: (-r[LOSS], 0.0) for r in records if LOSS in r}:
+    if losses := {r["step"]: (-r[LOSS], r.get("eval/score", 0.0)) for r in records if LOSS in r}:
         return losses
-    ours = [r for r in records if r["phase"] == REINFORCE and "eval/accuracy" in r]
+    ours = [r for r in learning(records)[0] if "eval/accuracy" in r]
     score = lambda r: (
         r.get(BEST_BY, r["eval/accuracy"]),
         r.get(BEST_BY_REWARD, r.get("eval/score", 0.0)),

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 import jax
 import rich.console
 
-from jaxrl_llm import accelerators, distributed, storage, userfile
+from jaxrl_llm import accelerators, distributed, storage
 from jaxrl_llm.background import repeating
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import StopRequested, UserError, first_line, out_of_memory
@@ -44,7 +44,7 @@ from jaxrl_llm.training.journal import (
 from jaxrl_llm.training.leaving import FACTOR, LEAST, Stop, stall_watchdog
 from jaxrl_llm.training.log import WAIT, RunLog
 from jaxrl_llm.training.phases import Imitation, Phase, Reinforcement, Resumed
-from jaxrl_llm.training.record import Source, identity, modules, new, require_alike
+from jaxrl_llm.training.record import Source, identity, new, require_alike
 from jaxrl_llm.training.stream import Rollouts
 
 Resume = bool | int | Literal["auto"]
@@ -150,10 +150,7 @@ class Run:
                 config = folder.pinned(config)  # sizes and the model's commit stay as at the start
             components, inputs = _components(config, data, console)
             config, first = components.config, components.config.warm_steps
-            if source is not None:  # making the task ran its file
-                ran = userfile.files_read(but=source.path)
-                source = replace(source, files=tuple(dict.fromkeys([*source.files, *ran])))
-
+            source = source and source.with_files_read()
             if distributed.count() > 1:
                 require_alike(new(source, other and other.path, inputs), resume)
             earlier = folder.earlier(resume)
@@ -211,6 +208,7 @@ class Run:
             sampler = stack.enter_context(
                 config.engine.start(components.policy, components.mesh, folder.path, alive)
             )
+            sampler.prompt_length = components.prompt_length
             log = RunLog(journal, clock, config.max_ungraded)
             stack.enter_context(repeating(log.tell, WAIT))
             rollouts = Rollouts(components, sampler, log, stop)
@@ -463,8 +461,7 @@ def _components(
         verdict = f": {report.verdict(planned)}" if planned else ""
         console.print(f"chosen to fit: {report.sized(config.sizes)}{verdict}")
     vars(components)["splits"] = splits  # as they were read: making them again may take minutes
-    given = {**splits.checksums, **components.identity, **chosen, **modules()}
-    return components, given
+    return components, components.inputs | chosen
 
 
 @contextmanager

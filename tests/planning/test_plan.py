@@ -26,7 +26,7 @@ from jaxrl_llm.models.generation import ScannedGenerator
 from jaxrl_llm.planning import flops, machines, report, search, sizes
 from jaxrl_llm.planning import plan as plans
 from jaxrl_llm.planning.hlo import Collective
-from jaxrl_llm.planning.programs import Program, Step, first_phase
+from jaxrl_llm.planning.programs import Program, Step, first_phase, local_bytes
 from jaxrl_llm.rollouts.engines import Native, Vllm
 from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.rollouts.sampler import Sampling
@@ -104,6 +104,7 @@ def test_a_plan_has_the_prompts_and_the_cache_of_the_engine(monkeypatch):
     config = quick.config()
     config = replace(
         config,
+        prompts=16,
         collate=replace(config.collate, prompt_length=20, response_length=8),
         engine=Native(slots=8, prefill_prompts=8, block=8),
     )
@@ -125,12 +126,42 @@ def test_a_plan_has_the_prompts_and_the_cache_of_the_engine(monkeypatch):
     recorded("prefill")
     planned = {program.name: program for program in step.programs()}
     planned["prefill"].compile()
+    held = {"prefill": [], "run": []}
     with jax.set_mesh(mesh):
         sampler = NativeSampler(step.generator, slots=8, prefill_prompts=8)
         sampler.push(qwen2.init(step.shape), 0)
-        sampler.submit([[2 + i] * 20 for i in range(8)], n=1, sampling=Sampling(max_tokens=8))
-    for plan, run in called.values():
-        assert plan == run
+        before = live_bytes()
+        for name, most in held.items():
+            program = getattr(sampler, f"_{name}")
+
+            def run(*arguments, most=most, program=program):
+                most.append(live_bytes() - before)
+                return program(*arguments)
+
+            monkeypatch.setattr(sampler, f"_{name}", run)
+        sampler.submit([[2 + i] * 20 for i in range(16)], n=2, sampling=Sampling(max_tokens=8))
+    assert all(plan == run for plan, *runs in called.values() for run in runs)
+    # prompts that are read together are there until each response has a slot, but no others beside them
+    cache, group = local_bytes(step.cache), 8 * 32 * local_bytes(step.cache) // (8 * 40)
+    assert cache <= max(held["prefill"]) < cache + group // 10  # and the slots
+    assert cache + group <= max(held["run"]) < cache + group + group // 10
+    assert planned["decode"].beside == step.beside_sampler + group
+    assert planned["prefill"].beside == step.beside_sampler + cache
+
+
+def live_bytes():
+    return sum(x.nbytes for x in jax.live_arrays())
+
+
+def test_a_plan_knows_the_precision_of_the_weights_that_are_sampled_from(monkeypatch):
+    """A CPU with an older JAX samples in float32."""
+    config = replace(quick.config(), compute=qwen2.Compute(dtype="bfloat16"))
+    mesh = sharding.make_mesh(1, 1, 1, jax.devices()[:1])
+    monkeypatch.setattr(jax, "__version_info__", (0, 10, 2))
+    step = Step(config, config.model.shape, mesh, 2**34)
+    with jax.set_mesh(mesh):
+        read = step.generator.weights(qwen2.init(step.shape))
+    assert local_bytes(step.weights) == local_bytes(read) == 4 * qwen2.parameter_count(step.shape)
 
 
 def test_a_plan_for_the_devices_here_is_printed_and_written(capsys, tmp_path, monkeypatch):

@@ -269,6 +269,15 @@ def test_a_run_on_conversations_has_its_losses(whole, tmp_path):
     ]  # fmt: skip
     assert "validation loss" in read.charts
     assert "none yet" not in text
+    lines.insert(0, {"step": 0, "phase": "warm_start", "eval/loss": 3.0})
+    for line, accuracy in ((0, 0.25), (5, 0.5), (6, 0.75), (7, 0.75)):
+        ends = {"": accuracy, "_low": accuracy - 0.125, "_high": accuracy + 0.125}
+        lines[line] |= {f"eval/accuracy{end}": x for end, x in ends.items()} | {"eval/examples": 8}
+    (whole / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in lines))
+    text, _ = made(whole, tmp_path)
+    before, best = "25.0 (12.5 to 37.5) before the first step", "75.0 (62.5 to 87.5) at step 4"
+    assert f"Validation accuracy: {before}, at best {best}." in text
+    assert "before reinforcement" not in text
 
 
 @pytest.mark.parametrize("of", ["eval", "test"])

@@ -176,6 +176,19 @@ def test_each_prompt_is_prefilled_once_for_its_group():
     assert engine().counters["prefill_tokens"] == sum(map(len, asked))
 
 
+def test_prompts_that_are_longer_than_planned_take_no_more_memory(monkeypatch):
+    """They come last, in fewer slots; a test has such."""
+    made, caches, plain = engine(), [], engine()._empty
+    asked = [*prompts(3, longest=17), [5, 3] * 50, *prompts(2, seed=1, longest=17)]
+    expected = responses(made.generate(asked, n=3, sampling=SAMPLING))
+    monkeypatch.setattr(made, "prompt_length", 16)
+    monkeypatch.setattr(made, "_empty", lambda *size: caches.append(size) or plain(*size))
+    assert responses(made.generate(asked, n=3, sampling=SAMPLING)) == expected
+    assert caches == [(8, 16 + 24), (2, 128 + 24)]
+    assert made.counters["left"] == 0
+    assert made.counters["prefill_tokens"] == sum(map(len, asked))
+
+
 def test_it_compiles_once_for_each_bucket():
     made = engine(8, together=3)
     for seed in range(3):
@@ -355,5 +368,7 @@ print((before - resident()) // 1024)
 
 def test_on_a_cpu_released_weights_are_the_system_s_again():
     command = [sys.executable, "-c", RELEASED]
-    done = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[2], capture_output=True, text=True, check=True
+    )
     assert int(done.stdout) > 300, "of 360 MiB"

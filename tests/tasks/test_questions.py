@@ -130,6 +130,9 @@ def test_a_teacher_is_told_what_a_column_says(tmp_path):
     assert made.teacher_prompt(one) == f"6 * 7?\n\n{right}\n\n{instruction}"
     with pytest.raises(UserError, match=r"row 0: no proof among question, .*--hint-column"):
         questions.task(path, hint_column="proof")
+    path = written(tmp_path, [row, row | {"question": "1 + 1?", "solution": None}], "some.jsonl")
+    some = questions.task(path, hint_column="solution", held_out=0)
+    assert sorted(one.hint for one in some.train) == ["", "6 * 7 = 42"]
     config = load(shipped() / "grpo.py")
     with pytest.raises(UserError, match="--hint-column is for a teacher: name it by --teacher"):
         config("m", path, hint_column="solution")
@@ -302,6 +305,8 @@ def test_files_that_hold_no_questions_are_refused_in_a_line(tmp_path, file, cont
         ({"question": 7, "answer": "1"}, {}, "row 0: a prompt is a text or messages with role and content, not 7"),
         ({"question": [], "answer": "1"}, {}, "row 0: a prompt with no text"),
         ({"question": "q", "answer": " "}, {}, "row 0: the answer is empty"),
+        ({"question": "q", "answer": None}, {}, "row 0: its answer is empty: fill it in, or leave the row out"),
+        ({"q": "q", "Truth": None}, {"prompt_column": "q", "answer_column": "Truth"}, "row 0: its Truth is empty"),
         (["q", "1"], {}, "row 0: a list, not a row with columns"),
         ({"prompt": USER, "choices": ["a"], "answer": 0}, {"specs": ["choice"]}, "choices into the prompt"),
         ({"question": "q", "choices": "a, b", "answer": "A"}, {"specs": ["choice"]}, "its choices are one text"),

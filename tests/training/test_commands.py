@@ -279,8 +279,12 @@ def test_a_dry_run_knows_the_steps_of_what_is_there(whole, tmp_path, capsys):
     for dry in ([], ["--dry-run"]):
         said = fails(capsys, "train", QUICK, "--out", whole, "--resume", "999", *dry)
         assert "--resume 999: there are checkpoints of [" in said
+        said = fails(capsys, "train", QUICK, "--out", whole, "--resume", "--seed", "9", *dry)
+        assert f"{whole} was started with --seed" in said
+        assert "not 9: leave --seed out to go on" in said
     warm = replace(quick.config().warm_start, steps=0, epochs=1.0)
-    counted, source = replace(quick.config(), warm_start=warm), record.Source(whole / "config.py")
+    counted = replace(quick.config(), warm_start=warm)
+    source = record.Source(whole / "config.py", record.read(whole)["flags"])
     options = train.Options(out=str(whole), resume=True, dry_run=True)
     train._dry_run(counted, options, source, Console(quiet=True))
 

@@ -902,6 +902,23 @@ def test_a_card_tells_of_no_machine_and_of_no_start_that_nobody_graded(opening, 
     assert "validation, this step | 50.0" in said
 
 
+def test_a_card_of_learned_rows_has_the_accuracy_of_its_own_step(opening, tmp_path):
+    """Evaluations belong to the warm start there, but for the one at its end."""
+    run = opening(resume=False)
+    lines = []
+    for step, accuracy in ((0, 0.1), (20, 0.6), (40, 0.5)):
+        ends = {"": accuracy, "_low": accuracy - 0.1, "_high": accuracy + 0.1}
+        line = {f"eval/accuracy{end}": x for end, x in ends.items()} | {"eval/score": accuracy}
+        phase = "reinforce" if step == 40 else "warm_start"
+        lines.append({"step": step, "phase": phase, "eval/loss": 1.0, "eval/examples": 9, **line})
+    (run / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    card.write(RunFolder(run), 20, tmp_path, adapters=False)
+    said = (tmp_path / card.CARD).read_text()
+    assert "| validation, before the first step | 10.0 |" in said
+    assert "| validation, this step | 60.0 |" in said
+    assert "before reinforcement" not in said
+
+
 def test_a_flag_of_a_card_stays_in_its_cell(opening, tmp_path):
     """Whatever stands in it: bars, line breaks, backticks."""
     run = opening(resume=False)
