@@ -2,6 +2,7 @@
 
 import io
 import json
+import pathlib
 import re
 import shutil
 import socket
@@ -284,7 +285,7 @@ def test_a_dry_run_knows_the_steps_of_what_is_there(whole, tmp_path, capsys):
         assert "not 9: leave --seed out to go on" in said
     warm = replace(quick.config().warm_start, steps=0, epochs=1.0)
     counted = replace(quick.config(), warm_start=warm)
-    source = record.Source(whole / "config.py", record.read(whole)["flags"])
+    source = record.Source(pathlib.Path(QUICK), record.read(whole)["flags"])
     options = train.Options(out=str(whole), resume=True, dry_run=True)
     train._dry_run(counted, options, source, Console(quiet=True))
 
