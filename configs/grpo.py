@@ -53,6 +53,7 @@ def config(
     steps: int = 200,
     prompts: int = 32,
     group: int = 8,
+    minibatches: int = 1,
     prompt_length: int = 512,
     length: int = 1024,
     temperature: float = 1.0,
@@ -72,8 +73,8 @@ def config(
         model: a Hugging Face folder or hub name.
         data: a parquet, JSONL, JSON or CSV file, owner/name[:config[:split]] at the hub, or
             tfds:name[/config][:split] of tensorflow-datasets.
-        reward: math, exact, choice, tagged, em, f1, regex:PATTERN, or FILE.py:FUNCTION; the sum of several; math
-            where there is no judge.
+        reward: math, exact, choice, tagged, em, f1, regex:PATTERN, or FILE.py:FUNCTION (1 or more is right); the
+            sum of several; math where there is no judge.
         weights: of the rewards, one each, and of the judge, if there is one, the last.
         test: as data, to test on; else the hub's test split, or questions that are held out.
         held_out: how many, where there is no test split (a tenth of them at most).
@@ -96,6 +97,7 @@ def config(
         steps: of so many prompts times group responses each.
         prompts: different questions of a step.
         group: responses to each.
+        minibatches: parts of a batch with an optimizer step each; with one, and eta 0, no ratio is clipped.
         prompt_length: questions of more tokens are left out.
         length: the longest response, in tokens.
         temperature: of sampling.
@@ -136,6 +138,7 @@ def config(
         collate=Collator(
             prompt_length,
             length,
+            minibatches=minibatches,
             microbatches=microbatches,
             pack=True,
             share_prompts=share_prompts,

@@ -6,6 +6,7 @@ are numbers. The defaults here are the only ones.
 
 import dataclasses
 import datetime
+import inspect
 import logging
 import math
 import re
@@ -442,8 +443,22 @@ def shipped() -> Path:
     )
 
 
-def load(path: Path) -> Callable[..., Config]:
-    """The `config` function of a config file; a UserError if there is none to be called."""
+def named(word: str) -> Path:
+    """The config file of a path, or of the name of one that comes with the package; a UserError for neither."""
+    path, ours = Path(word), shipped() / f"{word}.py"
+    if path.suffix or path.is_file():
+        return path
+    if not ours.is_file():
+        hint = userfile.nearest(word, [one.stem for one in shipped().glob("*.py")])
+        raise UserError(
+            f"there is no config {word!r}{hint} (jaxrl-llm configs lists them; a path ends in .py)"
+        )
+    return ours
+
+
+def load(path: Path | str) -> Callable[..., Config]:
+    """The `config` function of a config file, also by a name as `kk_tiny`; a UserError if there is none."""
+    path = named(str(path))
     make: Any = userfile.member(userfile.run(path, "config"), "config", f"config file {path}")
     if not callable(make):
         raise UserError(f"{path}: config is not a function; write def config(...) -> Config")
@@ -461,7 +476,7 @@ def build(make: Callable[..., Config], path: Path, *args: Any, **flags: Any) -> 
     except UserError:
         raise
     except TypeError as error:
-        raise UserError(f"{userfile.blame(path, error)}: {_nearest_field(error)}") from error
+        raise UserError(f"{userfile.blame(path, error)}: {_nearest_field(error, make)}") from error
     except (Exception, SystemExit) as error:
         raise UserError(
             f"{userfile.blame(path, error)}: {type(error).__name__}: {error}"
@@ -471,12 +486,13 @@ def build(make: Callable[..., Config], path: Path, *args: Any, **flags: Any) -> 
     return config
 
 
-def _nearest_field(error: TypeError) -> str:
-    message = re.sub(r"^(\w+)\.__init__\(\)", r"\1", str(error).partition(". Did you mean")[0])
+def _nearest_field(error: TypeError, make: Callable[..., Config]) -> str:
+    message = re.sub(r"^(\w+)(\.__init__)?\(\)", r"\1", str(error).partition(". Did you mean")[0])
     unknown = re.match(r"(\w+) got an unexpected keyword argument '(\w+)'", message)
     kinds = (Config, Pretrained, Scratch, Mesh, WarmStart, Evaluation, Collator, Sampling, Objective,
              qwen2.Shape, qwen2.Compute, *engines.ENGINES)  # fmt: skip
     known = {kind.__name__: [f.name for f in dataclasses.fields(kind)] for kind in kinds}
+    known["config"] = [*inspect.signature(make).parameters]
     if unknown is None or unknown[1] not in known:
         return message
     hint = userfile.nearest(unknown[2], known[unknown[1]], least=0.0)

@@ -3,7 +3,7 @@
 import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal
@@ -40,9 +40,9 @@ class Model:
     'one two'
     """
 
-    params: Any
-    policy: Policy
-    tokenizer: Tokenizer
+    params: Any = field(repr=False)
+    policy: Policy = field(repr=False)
+    tokenizer: Tokenizer = field(repr=False)
     shape: qwen2.Shape
     mesh: jax.sharding.Mesh
 

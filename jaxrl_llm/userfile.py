@@ -119,14 +119,19 @@ def run(path: Path, kind: str) -> ModuleType:
     return module
 
 
+def ran(filename: str) -> bool:
+    """True if a file with this name, as a traceback has it, is the user's and was run."""
+    return Path(filename) in _READ.values()
+
+
 def is_kept(module: ModuleType) -> bool:
     """True if `run` made the module, of a file that runs keep a copy of."""
     return isinstance(getattr(module, "__loader__", None), _AsItIs)
 
 
 def blame(path: Path, error: BaseException) -> str:
-    """The file and the line in it that an error came from, as text."""
-    return _place({str(path)}, error) or f"{path}, line ?"
+    """The file and, where it is in it, the line that an error came from, as text."""
+    return _place({str(path)}, error) or str(path)
 
 
 @contextmanager

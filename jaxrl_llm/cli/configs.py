@@ -28,4 +28,4 @@ def show(name: str, /) -> None:
     Args:
         name: one that `jaxrl-llm configs` lists.
     """
-    print(userfile.read(parse.named(name), "config"), end="")
+    print(userfile.read(configs.named(name), "config"), end="")

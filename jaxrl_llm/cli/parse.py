@@ -48,7 +48,7 @@ def with_config(
         raise UserError(
             f"{name} wants a config, a file or a name: jaxrl-llm {name} kk_tiny (jaxrl-llm configs lists names)"
         )
-    path, prog, words = named(words[0]), f"jaxrl-llm {name} {words[0]}", words[1:]
+    path, prog, words = configs.named(words[0]), f"jaxrl-llm {name} {words[0]}", words[1:]
     userfile.reset()
     make = configs.load(path)
     twice = {*inspect.signature(make).parameters} & {x.name for x in dataclasses.fields(options)}  # pyright: ignore[reportArgumentType]
@@ -72,19 +72,6 @@ def with_config(
     config = configs.build(make, path, *given.args, **given.kwargs)
     record.require_kept(make, given.arguments)
     return chosen, config, Source(path, given.arguments, tuple(userfile.files_read(but=path)))
-
-
-def named(word: str) -> Path:
-    """The config file of a path, or of the name of one that comes with the package; a UserError for neither."""
-    path, ours = Path(word), configs.shipped() / f"{word}.py"
-    if path.suffix or path.is_file():
-        return path
-    if not ours.is_file():
-        hint = userfile.nearest(word, [one.stem for one in configs.shipped().glob("*.py")])
-        raise UserError(
-            f"there is no config {word!r}{hint} (jaxrl-llm configs lists them; a path ends in .py)"
-        )
-    return ours
 
 
 def ask(parser: Any, words: list[str], *, prog: str, **settings: Any) -> Any:

@@ -108,7 +108,7 @@ def _dry_run(config: Config, options: Options, source: Source, console: Console)
     if not named:
         _describe(Components.make(config, options.data_folder), source, console)
         return
-    from jaxrl_llm.training.folder import RunFolder
+    from jaxrl_llm.training.folder import RunFolder, inputs_of, with_files_read
 
     folder = RunFolder(options.where(source.path))
     resuming = folder.resumes(options.resume)
@@ -120,8 +120,7 @@ def _dry_run(config: Config, options: Options, source: Source, console: Console)
     earlier = folder.earlier(options.resume)
     folder.require_steps(components, other, resuming=resuming, earlier=earlier)
     if resuming:
-        start = other and other.path
-        folder.continued(components, source.with_files_read(), start, components.inputs)
+        folder.continued(components, with_files_read(source), other, inputs_of(components))
 
 
 def _describe(components: Components, source: Source, console: Console) -> None:

@@ -78,10 +78,7 @@ def of_row(task: Supervised[Any], tokenizer: Tokenizer, example: Any) -> Traject
 
 
 def demonstrations(
-    task: TokenTask,
-    demonstration: Callable[[Any], Any],
-    longest: int,
-    examples: Sequence[Any],
+    task: TokenTask, demonstration: Callable[[Any], Any], longest: int, examples: Sequence[Any]
 ) -> list[Trajectory]:
     """Solutions, texts or the turns of episodes, as if they had been sampled.
 

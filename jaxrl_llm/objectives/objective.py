@@ -191,6 +191,7 @@ class _Watched(TokenData):
         return _Watched.of(changed, self._notes, self._replaced.union(changes))
 
 
+_Watched.__name__ = TokenData.__name__  # as an AttributeError calls it
 jax.tree_util.register_pytree_node(
     _Watched,
     lambda data: (tuple(tuple.__iter__(data)), (data._notes, data._replaced)),

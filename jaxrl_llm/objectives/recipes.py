@@ -10,15 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal, get_args
 
-from jaxrl_llm.objectives import (
-    advantages,
-    aggregation,
-    factors,
-    kl,
-    losses,
-    partition,
-    selections,
-)
+from jaxrl_llm.objectives import advantages, aggregation, factors, kl, losses, partition, selections
 from jaxrl_llm.objectives.objective import Objective
 from jaxrl_llm.objectives.token_data import sampler
 
@@ -80,10 +72,7 @@ def gspo(length: int) -> Objective:
 
 def cispo(length: int) -> Objective:
     """CISPO (arXiv:2506.13585): the ratio is a clipped weight, so no token loses its gradient."""
-    return Objective(
-        advantage=advantages.grpo,
-        surrogate=partial(losses.cispo, low=1.0, high=4.0),
-    )
+    return Objective(advantage=advantages.grpo, surrogate=partial(losses.cispo, low=1.0, high=4.0))
 
 
 def dppo(length: int) -> Objective:
@@ -109,18 +98,14 @@ def dppo_kl(length: int) -> Objective:
 def gmpo(length: int) -> Objective:
     """GMPO (arXiv:2507.20673): the geometric mean of a response's ratios."""
     return Objective(
-        advantage=advantages.grpo,
-        surrogate=losses.gmpo,
-        aggregate=aggregation.seq_mean_token_mean,
+        advantage=advantages.grpo, surrogate=losses.gmpo, aggregate=aggregation.seq_mean_token_mean
     )
 
 
 def sapo(length: int) -> Objective:
     """SAPO (arXiv:2511.20347): a sigmoid of the ratio in place of clipping."""
     return Objective(
-        advantage=advantages.grpo,
-        surrogate=losses.sapo,
-        aggregate=aggregation.seq_mean_token_mean,
+        advantage=advantages.grpo, surrogate=losses.sapo, aggregate=aggregation.seq_mean_token_mean
     )
 
 
@@ -235,10 +220,7 @@ def distillation(length: int) -> Objective:
 
 def gkd(length: int) -> Objective:
     """GKD on the policy's own samples (arXiv:2306.13649): the divergence to a teacher's distribution."""
-    return Objective(
-        advantage=advantages.nothing,
-        penalties=((1.0, partial(kl.of_top, beta=0.5)),),
-    )
+    return Objective(advantage=advantages.nothing, penalties=((1.0, partial(kl.of_top, beta=0.5)),))
 
 
 def erl(length: int) -> Objective:

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from jaxrl_llm import userfile
 from jaxrl_llm.background import in_background, loop, repeating
 from jaxrl_llm.errors import StopRequested, UserError, first_line
 
@@ -130,9 +131,10 @@ class Errors:
 
 
 def _place(stack: Sequence[traceback.FrameSummary], function: Any) -> str:
-    """The function and line that a call's stack has come to in the task's own file."""
+    """The function and line that a call's stack has come to in the task's own file, or in a reward's."""
     inside = dropwhile(lambda frame: frame.filename not in _OURS, stack)
     frames = [frame for frame in inside if frame.filename not in _OURS]
+    frames = [frame for frame in frames if userfile.ran(frame.filename)] or frames
     if frames:
         frame = [frame for frame in frames if frame.filename == frames[0].filename][-1]
         return f"{frame.name} ({frame.filename}:{frame.lineno})"

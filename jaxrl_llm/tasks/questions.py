@@ -252,7 +252,7 @@ def _question(
     try:
         answer = tables.answer_of(row, answer_column)
     except UserError:
-        if needs:
+        if needs or (answer_column and answer_column not in row):
             raise
         answer = None
     if choice and (choices := tables.choices_of(row)):

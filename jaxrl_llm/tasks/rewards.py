@@ -47,6 +47,8 @@ _BEHIND = re.compile(
 def reward(spec: str) -> Scored:
     """The reward of a name, `regex:PATTERN`, or `FILE.py:FUNCTION`; a UserError for anything else."""
     kind, _, rest = spec.rpartition(":") if ".py:" in spec else spec.partition(":")
+    if kind.endswith(".py") and not rest:
+        raise UserError(f"--reward {kind} names no function: write it as {kind}:FUNCTION")
     if kind.endswith(".py"):
         module = userfile.run(Path(kind), "reward")
         return adapted(userfile.member(module, rest, f"reward file {kind}"), spec)
@@ -246,7 +248,12 @@ def as_reward(result: Any, name: str) -> Reward:
     if isinstance(result, Mapping):
         numbers = {n: float(x) for n, x in result.items() if isinstance(x, Real)}
         fields = {n: x for n, x in numbers.items() if n != "score"}
-        result = numbers.get("score")
+        if "score" not in numbers:
+            has = ", ".join(map(str, result)) or "nothing"
+            raise TypeError(
+                f"{name} returned a dict without a score, of {has}: give score a number"
+            )
+        result = numbers["score"]
     try:
         score = float(result)  # pyright: ignore[reportArgumentType]
     except (TypeError, ValueError) as error:

@@ -65,9 +65,10 @@ def _json_list(path: Path) -> list[Any]:
 
 def _json(text: str, where: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text.rstrip())
     except json.JSONDecodeError as error:
-        raise UserError(f"{where}: not JSON: {error}") from error
+        said = error if error.lineno > 1 else f"{error.msg} at character {error.pos + 1}"
+        raise UserError(f"{where}: not JSON: {said}") from error
 
 
 def _csv(path: Path) -> list[Any]:

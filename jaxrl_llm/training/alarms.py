@@ -51,7 +51,9 @@ def _ungraded(records: Records) -> str:
     share = _mean("ungraded_share", records[-WINDOW:])
     if share <= FAILING:
         return ""
-    return f"{share:.0%} of the last responses have no reward: the warnings say why"
+    return (
+        f"{share:.0%} of the last responses have no reward: warnings say why, or it returned None"
+    )
 
 
 def _skipped(records: Records) -> str:
@@ -71,7 +73,7 @@ def _same_reward(records: Records) -> str:
     if accuracy == 1.0:
         reason = "all are right, so the examples are too easy for this model"
     elif truncated > 0.5:
-        reason = f"{truncated:.0%} are cut at response_length, likely before their answer: raise it"
+        reason = f"{truncated:.0%} are cut at response_length, likely before their answer: raise it (--length)"
     elif any(x == 0.0 and _FORMAT.fullmatch(name) for r in records for name, x in r.items()):
         reason = "none has the format that the reward looks for: show it in the prompt"
     else:

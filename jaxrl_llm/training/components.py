@@ -40,7 +40,6 @@ from jaxrl_llm.tasks.task import (
     as_text,
     check_members,
 )
-from jaxrl_llm.training import record
 from jaxrl_llm.training.fingerprint import written_out
 
 E = TypeVar("E")
@@ -102,11 +101,6 @@ class Components:
             )
         storage.push(folder)
         return cls(config, task, words, shape, Policy(definition), mesh, source, base)
-
-    @property
-    def inputs(self) -> dict[str, str]:
-        """What numbers depend on beside the config: checksums and versions, by name."""
-        return {**self.splits.checksums, **self.identity, **record.modules()}
 
     @property
     def identity(self) -> dict[str, str]:
@@ -464,9 +458,9 @@ def readable(components: Components, source: Source[E], name: str) -> Prompted[E
     # positions end where the model's do, and rows where the collator's do
     # not below 0, or a message would name a limit that nobody understands
     limit = max(0, min(config.collate.prompt_length, longest - max(responses)))
-    raised = (
-        "raise prompt_length" if limit == config.collate.prompt_length else "lower response_length"
-    )
+    raised = "raise prompt_length"
+    if limit < config.collate.prompt_length:
+        raised = f"the model reads {longest}, {max(responses)} of them for responses: lower response_length"
     task, what = components.task, "prompts"
     if isinstance(task, Supervised):
         warm = config.warm_start
@@ -495,7 +489,7 @@ def readable(components: Components, source: Source[E], name: str) -> Prompted[E
     if not fit:  # with the reason, or one would look for the fault in the data
         raise UserError(
             f"the {name} data is empty: {skipped} examples were skipped for {what} of more than "
-            f"{limit} tokens"
+            f"{limit} tokens: {raised}"
             if skipped
             else f"the {name} data is empty: it needs at least one example"
         )

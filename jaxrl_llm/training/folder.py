@@ -43,6 +43,17 @@ FEW_READ = (ARRAYS, "tensorboard", "samples", "tokens")  # stay in a bucket unti
 SHARED = 60.0  # seconds within which all processes must see files of the first
 
 
+def inputs_of(components: Components) -> dict[str, str]:
+    """Checksums and versions that a run's numbers depend on beside the config, by name."""
+    return {**components.splits.checksums, **components.identity, **record.modules()}
+
+
+def with_files_read(source: Source) -> Source:
+    """With those of the user's files that were read since, as making the task does."""
+    read = userfile.files_read(but=source.path)
+    return replace(source, files=tuple(dict.fromkeys([*source.files, *read])))
+
+
 class RunFolder:
     """A run's folder, by path or URL: written by one process, read by any."""
 
@@ -85,7 +96,7 @@ class RunFolder:
             self.pull()  # another may have written until now
             storage.clear(self.path)
             if resume:
-                run = self.continued(components, source, other, inputs)
+                run = self.continued(components, source, init_from, inputs)
                 had = run.get(SAVED, False) or bool(self.checkpoints().steps)
                 record.write(self.path, run | {SAVED: had})
             else:
@@ -101,11 +112,12 @@ class RunFolder:
         self,
         components: Components,
         source: Source | None,
-        init_from: Path | None,
+        init_from: "RunFolder | None",
         inputs: Mapping[str, Any] | None = None,
     ) -> record.Run:
         """The run's record with one more session; a UserError if that would make it another run."""
-        run = record.continued(self.path, record.read(self.path), source, init_from, inputs)
+        start, run = init_from and init_from.path, record.read(self.path)
+        run = record.continued(self.path, run, source, start, inputs)
         self.require_model(components)
         return run
 
@@ -150,7 +162,8 @@ class RunFolder:
             # one that ended before its first checkpoint has nothing to lose, and may begin again
             if any((self.path / CHECKPOINTS).glob("*")) or self._had_checkpoint():
                 raise UserError(
-                    f"{self.path} already holds a run: add --resume to go on, or choose another --out"
+                    f"{self.path} already holds a run: add --resume (in Python resume=True) to go on, or choose "
+                    "another --out"
                 )
             return
         there = {path.name for path in self.path.iterdir()} if self.path.exists() else set()

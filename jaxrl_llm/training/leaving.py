@@ -87,11 +87,7 @@ class Watched(Protocol):
 
 @contextmanager
 def stall_watchdog(
-    progress: Watched,
-    *,
-    least: float,
-    factor: float,
-    stalled: Callable[[str], None],
+    progress: Watched, *, least: float, factor: float, stalled: Callable[[str], None]
 ) -> Iterator[None]:
     """For the block, calls `stalled(reason)` if there is no progress for longer than the limit.
 
@@ -176,6 +172,8 @@ def _watch(
             if not {0, *SIGNALS} & {*numbers}:  # such as SIGALRM, which a reward may use
                 continue
             interrupts += numbers.count(signal.SIGINT)
+            if interrupts == 1 and deadline is None:
+                _say(f"stopping, within {grace:g} s; Ctrl-C again ends at once")
         elif deadline is not None:
             _end(grace, interrupted=interrupts > 1)
         latest = time.monotonic() + (grace if interrupts < 2 else HURRY)

@@ -22,7 +22,7 @@ import sys
 import sysconfig
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
@@ -58,11 +58,6 @@ class Source:
     path: Path
     flags: Mapping[str, Any] = field(default_factory=dict)
     files: tuple[Path, ...] = ()
-
-    def with_files_read(self) -> "Source":
-        """With those of the user that were read since, as making the task does."""
-        read = userfile.files_read(but=self.path)
-        return replace(self, files=tuple(dict.fromkeys([*self.files, *read])))
 
 
 def new(

@@ -23,12 +23,12 @@ from jaxrl_llm.learning.update import TrainState
 from jaxrl_llm.models import qwen2, sharding
 from jaxrl_llm.tasks.task import Source as Examples
 from jaxrl_llm.tasks.task import Supervised
-from jaxrl_llm.training import terminal
+from jaxrl_llm.training import record, terminal
 from jaxrl_llm.training.checkpoint import Checkpoints, DamageError
 from jaxrl_llm.training.clock import Clock, spent
 from jaxrl_llm.training.components import DATA, Components, Splits
 from jaxrl_llm.training.fingerprint import not_finite
-from jaxrl_llm.training.folder import RunFolder
+from jaxrl_llm.training.folder import RunFolder, inputs_of, with_files_read
 from jaxrl_llm.training.journal import (
     BEST_BY,
     BEST_BY_REWARD,
@@ -150,7 +150,7 @@ class Run:
                 config = folder.pinned(config)  # sizes and the model's commit stay as at the start
             components, inputs = _components(config, data, console)
             config, first = components.config, components.config.warm_steps
-            source = source and source.with_files_read()
+            source = source and with_files_read(source)
             if distributed.count() > 1:
                 require_alike(new(source, other and other.path, inputs), resume)
             earlier = folder.earlier(resume)
@@ -355,7 +355,7 @@ class Run:
         prompt = decode(response.prompt, ended=False)
         self.log.journal.say(
             f"an example before the first step, as the model reads it:\n{terminal.excerpt(prompt)}\n"
-            f"its response, of {response.length} tokens, with {response.reward}:\n"
+            f"its response, of {response.length} tokens, {response.reward}:\n"
             f"{terminal.excerpt(decode(response.tokens))}"
         )
 
@@ -461,7 +461,7 @@ def _components(
         verdict = f": {report.verdict(planned)}" if planned else ""
         console.print(f"chosen to fit: {report.sized(config.sizes)}{verdict}")
     vars(components)["splits"] = splits  # as they were read: making them again may take minutes
-    return components, components.inputs | chosen
+    return components, inputs_of(components) | chosen
 
 
 @contextmanager
@@ -518,6 +518,9 @@ def _describe(components: Components, splits: Splits, console: rich.console.Cons
         f"{len(splits.train)} examples to learn from, {len(splits.validation)} to choose the best "
         f"checkpoint by, {len(splits.test)} to test on"
     )
+    config = components.config
+    if (times := config.steps * config.prompts / len(splits.train)) > 1:
+        console.print(f"{config.steps} steps of {config.prompts} read each about {times:.2g} times")
     whole = sharding.left_whole(components.like, components.mesh)
     for warning in filter(None, (*whole, splits.overlap)):
         console.print(warning)
@@ -570,8 +573,8 @@ def _try_reward(components: Components, journal: Journal, stop: Stop) -> None:
     with suppress(StopRequested):  # other processes do not know: they agree on that later
         if not task.try_reward(example, response).graded:
             journal.say(
-                f"warning: so the reward, tried on {what} for the first example, leaves it ungraded; nothing "
-                "is learned from responses like it"
+                f"warning: the reward was tried on {what} to the first example, and gave no verdict (it raised, "
+                "or returned None): nothing is learned from such responses"
             )
 
 
@@ -608,6 +611,7 @@ def _summarise(
 
     curves.draw([folder], folder / curves.PICTURE)
     where = storage.display_path(folder)
+    talk = f"talk to it: jaxrl-llm sample {where}"
     if tested is None:
         journal.say(f"nothing was left to do in {where}")
         return
@@ -625,9 +629,12 @@ def _summarise(
         if result
         else f"go on: jaxrl-llm train grpo --from {where}"
     )
-    journal.say(
-        f"curves: {where}/{curves.PICTURE}   talk to it: jaxrl-llm sample {where}   {go_on}"
-    )
+    if record.read(folder)["config"] is None:  # no command can make a program's config
+        talk, go_on = (
+            f"look at it: jaxrl-llm view {where}",
+            f"keep it: jaxrl-llm export {where} FOLDER",
+        )
+    journal.say(f"curves: {where}/{curves.PICTURE}   {talk}   {go_on}")
 
 
 def _progress(scored: dict[int, Score], step: int, first: int) -> str:

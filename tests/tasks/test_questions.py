@@ -708,6 +708,9 @@ def odd(a, b, c):
 def text(example, response):
     return "good"
 
+def without_score(example, response):
+    return {"reward": 1.0, "acc": 1.0}
+
 def verl_numpy(solution_str):
     return {"score": numpy.float32(0.5), "acc": numpy.int64(1)}
 
@@ -749,7 +752,7 @@ def test_a_list_that_a_text_shows_is_one_for_what_reads_answers(tmp_path):
     assert questions.task(listed, ["exact"], held_out=0).train[0].truths == ("a", "b")
 
 
-def test_functions_are_taken_as_they_are_written(functions):
+def test_functions_are_taken_as_they_are_written(functions, tmp_path):
     plain = Question("6 * 7?", ("42",), {"question": "6 * 7?", "answer": "42"})
     chat = Question(tuple(USER), ("42",), VERL)
     for name, question, response, reward in [
@@ -772,6 +775,12 @@ def test_functions_are_taken_as_they_are_written(functions):
         functions("trl_missing")(plain, "")
     with pytest.raises(TypeError, match="returned 'good', which is no number"):
         functions("text")(plain, "")
+    with pytest.raises(
+        TypeError, match="returned a dict without a score, of reward, acc: give score"
+    ):
+        functions("without_score")(plain, "")
+    with pytest.raises(UserError, match=r"my.py names no function: write it as .*my.py:FUNCTION"):
+        rewards.reward(f"{tmp_path / 'my.py'}")
     with pytest.raises(
         UserError, match=r"takes \(a, b, c\): write it as reward\(example, response\)"
     ):
@@ -833,6 +842,29 @@ def test_rewards_are_added_by_their_weights_and_each_is_a_field(tmp_path):
     assert free.reward(free.train[0], "la").score == 0.98  # which needs no answer
 
 
+def test_an_error_in_a_reward_is_said_with_its_line(tmp_path, caplog):
+    """Where the function is given as a file, the line is that file's."""
+    (tmp_path / "boom.py").write_text(
+        "import json\n\ndef reward(example, response):\n    return json.loads(response)\n"
+    )
+    source = written(tmp_path, [{"question": "6 * 7?", "answer": "42"}])
+    made = questions.task(source, [f"{tmp_path / 'boom.py'}:reward"], held_out=0)
+    assert score_groups(made, made.train[:1], [["{"]]) == [[UNGRADED]]
+    assert f"JSONDecodeError in reward ({tmp_path / 'boom.py'}:4): " in caplog.text
+
+
+def test_a_column_that_is_named_has_to_be_there(tmp_path):
+    """A function may do without an answer, but not where its column is misspelt."""
+    (tmp_path / "my.py").write_text("def reward(example, response):\n    return 1.0\n")
+    source = written(tmp_path, [{"question": "6 * 7?", "answer": "42"}])
+    spec = [f"{tmp_path / 'my.py'}:reward"]
+    with pytest.raises(UserError, match="row 0: no anwser among question, answer"):
+        questions.task(source, spec, answer_column="anwser")
+    assert questions.task(source, spec, answer_column="answer", held_out=0).train[0].truths == (
+        "42",
+    )
+
+
 # The config for tables of questions.
 
 
@@ -867,6 +899,8 @@ def test_a_model_a_file_and_a_reward_are_a_run(tmp_path, capsys):
 def test_what_the_config_leaves_open():
     made = jl.grpo("a/model", "a/set", alpha=0.3, eta=0.5)
     assert made.sizes == {"slots": 0, "microbatches": 0}
+    assert made.collate.minibatches == 1
+    assert jl.grpo("a/model", "a/set", minibatches=4).collate.minibatches == 4
     assert made.model == jl.Pretrained("a/model", chat=None)
     assert made.loss.stages == 2
     served = jl.grpo("a/model", "a/set", ("math", "exact"), vllm="python", lora=8, length=100)

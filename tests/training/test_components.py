@@ -225,10 +225,17 @@ def test_prompts_leave_the_room_of_the_model_to_responses():
         made = made_of(numbers, config=config, longest=60)
         assert len(readable(made, numbers, "training")) == limit
         strict = replace(config, long_prompts="refuse")
-        with pytest.raises(UserError, match=f"the limit is 1 to {limit}: lower response_length"):
+        with pytest.raises(
+            UserError, match=f"the limit is 1 to {limit}: .*: lower response_length"
+        ):
             readable(replace(made, config=strict), numbers, "training")
-    with pytest.raises(UserError, match="skipped for prompts of more than 0 tokens"):
-        readable(made_of(numbers, longest=48), numbers, "training")
+    for longest, most in ((48, 0), (53, 5)):
+        said = (
+            f"skipped for prompts of more than {most} tokens: the model reads {longest}, 48 of them for "
+            "responses: lower response_length"
+        )
+        with pytest.raises(UserError, match=said):
+            readable(made_of(numbers, longest=longest), numbers[5:], "training")
 
 
 def test_no_test_example_is_dropped_for_its_length():

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+import jaxrl_llm as jl
 from jaxrl_llm.cli.main import main
-from jaxrl_llm.config import Scratch
+from jaxrl_llm.config import Scratch, load
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.training import run, terminal
 from jaxrl_llm.training.folder import RunFolder
@@ -136,6 +137,16 @@ def test_a_wrong_config(text, message, written, capsys):
 def test_a_missing_config(capsys):
     assert "config file 'nowhere.py' does not exist" in fails(capsys, "train", "nowhere.py")
     assert "train wants a config, a file or a name" in fails(capsys, "train")
+
+
+def test_configs_have_names_in_python_too():
+    assert load("kk_tiny")(steps=3).steps == 3
+    with pytest.raises(UserError, match="there is no config 'kk_tinny'; did you mean 'kk_tiny'"):
+        load("kk_tinny")
+    with pytest.raises(
+        UserError, match=r"grpo\.py: config has no field 'lenght'; did you mean 'len"
+    ):
+        jl.grpo("a/model", "a/set", lenght=3)
 
 
 @pytest.mark.parametrize(

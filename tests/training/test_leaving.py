@@ -117,7 +117,7 @@ with leaving.stoppable(stop := leaving.Stop(), grace=grace):
     [
         (0.2, [15], leaving.UNFINISHED, "more than 0.2 s"),
         (0.2, [0], leaving.UNFINISHED, "more than 0.2 s"),  # asked by a thread
-        (40, [2, 2], 130, ""),
+        (40, [2, 2], 130, "stopping, within 40 s; Ctrl-C again ends at once"),
         (0.5, [15, 1, 10], 75, "--resume"),
     ],
 )
