@@ -2,8 +2,8 @@
 
 A run that goes on, is opened again, or is run by several processes has to be the one that was
 started: `differences` says where two records are of different runs, and nothing else does.
-A resumed run keeps its flags. Only those in `LENGTHS`, which do not change what a step computes,
-may be given anew; each session records its own.
+A resumed run keeps its flags. Only those in `LENGTHS`, which change at most the rounding of what a
+step computes, may be given anew; each session records its own.
 """
 
 import contextlib
@@ -45,6 +45,8 @@ LENGTHS = {
     "keep_checkpoints",
     "show_samples_every",
     "keep_tokens",
+    "slots",
+    "microbatches",
 }
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 Run = dict[str, Any]

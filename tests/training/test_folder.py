@@ -114,6 +114,13 @@ def test_only_lengths_may_be_given_anew(begun, opening, flags, said):
         assert RunFolder(begun).config().steps == 9
 
 
+def test_sizes_may_be_given_anew(begun, opening):
+    """As a run that was out of memory is told to."""
+    flags = {"eta": 0.5, "steps": 6, "slots": 8, "microbatches": 4}
+    opening(source=replace(SOURCE, flags=flags))
+    assert record.read(begun)["flags"] == flags
+
+
 FLAGS: list[tuple[Any, Any]] = [
     (tuple[int, int], (1, 2)),
     (Path, Path("/x")),
