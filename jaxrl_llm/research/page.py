@@ -67,6 +67,8 @@ def gathered(runs: Sequence[Path], most: int) -> dict[str, Any]:
 def _run(folder: Path, name: str, most: int) -> tuple[dict[str, Any], list[Written]]:
     """A run's name and curves; and steps whose tokens it has."""
     steps = tokens.steps(folder)
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}")
     if not steps:
         raise UserError(
             f"{folder} has kept no tokens: is it the folder of a run, with keep_tokens above 0?"

@@ -216,7 +216,8 @@ def test_of_a_long_run_steps_evenly_apart_are_shown(run):
 
 def test_what_cannot_be_shown_is_said(run, tmp_path):
     (tmp_path / "empty").mkdir()
-    for said, words in (("kept no tokens", [tmp_path / "empty"]), ("folders of", [])):
+    nowhere = ("there is no folder", [tmp_path / "none"])
+    for said, words in (nowhere, ("kept no tokens", [tmp_path / "empty"]), ("folders of", [])):
         with pytest.raises(UserError, match=said):
             view.main(tuple(map(str, words)), out=str(tmp_path / "page.html"))
     (run / "tokens" / "step-000004.npz").write_bytes(b"PK\x03\x04 half")
