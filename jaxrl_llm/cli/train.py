@@ -155,7 +155,7 @@ def _resumed(options: Options, path: Path) -> Path | None:
 
 
 def main(options: Options, config: Config, source: Source) -> None:
-    """A run of a config, from its warm start, if any, to its test; JAXRL_LOGGERS=wandb,trackio logs it there too."""
+    """A run of a config, from a warm start, if any, to its test; JAXRL_LOGGERS=wandb,trackio logs it there too."""
     stop = Stop()
     with (
         stoppable(stop, grace=options.grace, minutes=options.max_minutes),
