@@ -12,7 +12,6 @@ import pytest
 
 import jaxrl_llm as jl
 from jaxrl_llm import config as configs
-from jaxrl_llm.cli import parse
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.research import bench
@@ -184,10 +183,10 @@ def test_a_config_of_the_package_has_a_name(capsys, tmp_path, monkeypatch):
             main([command, "kk_tiny", "--help"])
         assert stop.value.code == 0
         assert "--learning-rate" in capsys.readouterr().out
-    assert parse.named("kk_tiny") == ROOT / "configs/kk_tiny.py"
-    assert parse.named("studies/dose") == ROOT / "configs/studies/dose.py"
+    assert configs.named("kk_tiny") == ROOT / "configs/kk_tiny.py"
+    assert configs.named("studies/dose") == ROOT / "configs/studies/dose.py"
     (tmp_path / "kk_tiny.py").touch()
-    assert parse.named("kk_tiny.py") == pathlib.Path("kk_tiny.py")  # a path is one
+    assert configs.named("kk_tiny.py") == pathlib.Path("kk_tiny.py")  # a path is one
 
 
 def test_an_installed_package_has_its_configs_in_it(tmp_path, monkeypatch):

@@ -62,7 +62,7 @@ class NativeSampler(Sampler):
     a power of two. Both count all processes: each takes the share of its devices, rounded up to
     divide evenly. The loop returns to the host when a sixteenth of the slots is done, if requests
     are waiting, or after `steps` tokens. Prompts that are longer than memory was planned for come
-    last, with so many slots that their cache is no larger.
+    last, so many at a time that they take no more.
     """
 
     def __init__(
@@ -128,8 +128,9 @@ class NativeSampler(Sampler):
             if requests or hidden:
                 busy += self._serve(self.slots, requests, hidden, drafts, sampling, reply)
             if longer:
-                fewer = self._slots_for(max(map(len, longer)), sampling.max_tokens)
-                busy += self._serve(fewer, longer, deque(), drafts, sampling, reply)
+                columns = lambda length: padded(length, SHORTEST) + sampling.max_tokens
+                fit = self.slots * columns(self.prompt_length) // columns(max(map(len, longer)))
+                busy += self._serve(self._evenly(fit), longer, deque(), drafts, sampling, reply)
         self.counters["idle_seconds"] = time.perf_counter() - begun - busy
         responses = [Future[Trajectory]() for _ in drafts]
         for response, draft in zip(responses, drafts, strict=True):
@@ -137,11 +138,14 @@ class NativeSampler(Sampler):
             response.set_result(draft.done(episode=reply is not None))
         return responses
 
-    def _slots_for(self, prompt_length: int, max_tokens: int) -> int:
-        """Slots whose cache has room for such prompts where that for the usual ones was."""
-        columns = lambda length: padded(length, SHORTEST) + max_tokens
-        fit = self.slots * columns(self.prompt_length) // columns(prompt_length)
-        return max(1, fit // self.mesh.size) * self.mesh.size
+    def _evenly(self, number: int) -> int:
+        """At most so many, as many on each device; one at least."""
+        return max(1, number // self.mesh.size) * self.mesh.size
+
+    def _read_at_a_time(self, length: int) -> int:
+        """Prompts of a padded length that are prefilled together."""
+        planned = padded(self.prompt_length or length, SHORTEST)
+        return self._evenly(self.prefill_prompts * min(planned, length) // length)
 
     def _serve(
         self,
@@ -224,17 +228,18 @@ class NativeSampler(Sampler):
         self, requests: Mapping[tuple[int, ...], list[Request]]
     ) -> list[tuple[int, list[list[Request]]]]:
         """Requests by their prompts, of which some are read at a time: padded to a length."""
-        size, each = self.prefill_prompts, [*requests.values()]
+        each = [*requests.values()]
         lengths = by_padded_length([*map(len, requests)], SHORTEST)
         return [
             (length, [each[i] for i in group[start : start + size]])
             for length, group in lengths.items()
+            for size in [self._read_at_a_time(length)]
             for start in range(0, len(group), size)
         ]
 
     def _read(self, length: int, some: list[list[Request]]) -> Read:
         """Reads prompts."""
-        size = self.prefill_prompts
+        size = self._read_at_a_time(length)
         tokens, lengths = np.zeros((size, length), np.int32), np.zeros(size, np.int32)
         for row, (request, *_) in enumerate(some):
             lengths[row] = len(request.prompt)

@@ -178,13 +178,19 @@ def test_each_prompt_is_prefilled_once_for_its_group():
 
 def test_prompts_that_are_longer_than_planned_take_no_more_memory(monkeypatch):
     """They come last, in fewer slots; a test has such."""
-    made, caches, plain = engine(), [], engine()._empty
+    made, caches, read, plain = engine(), [], [], engine()._empty
+    prefill = made._prefill
     asked = [*prompts(3, longest=17), [5, 3] * 50, *prompts(2, seed=1, longest=17)]
     expected = responses(made.generate(asked, n=3, sampling=SAMPLING))
     monkeypatch.setattr(made, "prompt_length", 16)
     monkeypatch.setattr(made, "_empty", lambda *size: caches.append(size) or plain(*size))
+    noted = lambda params, tokens, lengths: (
+        read.append(tokens.shape) or prefill(params, tokens, lengths)
+    )
+    monkeypatch.setattr(made, "_prefill", noted)
     assert responses(made.generate(asked, n=3, sampling=SAMPLING)) == expected
     assert caches == [(8, 16 + 24), (2, 128 + 24)]
+    assert {*read} == {(4, 16), (1, 128)}
     assert made.counters["left"] == 0
     assert made.counters["prefill_tokens"] == sum(map(len, asked))
 

@@ -910,7 +910,7 @@ def test_what_the_config_leaves_open():
     exact = jl.grpo("a/model", "a/set", vllm="python", bfloat16=False)
     assert isinstance(exact.engine, jl.Vllm)
     assert exact.engine.dtype == "float32"
-    with pytest.raises(jl.UserError, match="unexpected keyword argument 'lengths'"):
+    with pytest.raises(jl.UserError, match="config has no field 'lengths'; did you mean 'length'"):
         jl.grpo("a/model", "a/set", lengths=3)
 
 
