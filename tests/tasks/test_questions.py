@@ -858,8 +858,8 @@ def test_a_column_that_is_named_has_to_be_there(tmp_path):
     (tmp_path / "my.py").write_text("def reward(example, response):\n    return 1.0\n")
     source = written(tmp_path, [{"question": "6 * 7?", "answer": "42"}])
     spec = [f"{tmp_path / 'my.py'}:reward"]
-    with pytest.raises(UserError, match="row 0: no anwser among question, answer"):
-        questions.task(source, spec, answer_column="anwser")
+    with pytest.raises(UserError, match="row 0: no truth among question, answer"):
+        questions.task(source, spec, answer_column="truth")
     assert questions.task(source, spec, answer_column="answer", held_out=0).train[0].truths == (
         "42",
     )

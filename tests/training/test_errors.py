@@ -144,9 +144,9 @@ def test_configs_have_names_in_python_too():
     with pytest.raises(UserError, match="there is no config 'kk_tinny'; did you mean 'kk_tiny'"):
         load("kk_tinny")
     with pytest.raises(
-        UserError, match=r"grpo\.py: config has no field 'lenght'; did you mean 'len"
+        UserError, match=r"grpo\.py: config has no field 'lengths'; did you mean 'len"
     ):
-        jl.grpo("a/model", "a/set", lenght=3)
+        jl.grpo("a/model", "a/set", lengths=3)
 
 
 @pytest.mark.parametrize(
