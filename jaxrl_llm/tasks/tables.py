@@ -291,10 +291,8 @@ def column(row: Row, wanted: str, names: Sequence[str], flag: str) -> str:
     `Answer` is `answer` too.
     """
     there = {name.lower(): name for name in sorted(row, key=lambda name: row[name] is not None)}
-    asked = (
-        [wanted] if wanted in row else [] if wanted else [there.get(name.lower()) for name in names]
-    )
-    found = [name for name in asked if name is not None]
+    asked = [wanted] if wanted else [there.get(name.lower(), name) for name in names]
+    found = [name for name in asked if name in row]
     if full := [name for name in found if row[name] is not None]:
         return full[0]
     if found:
