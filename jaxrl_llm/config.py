@@ -392,6 +392,10 @@ class Config:
             warm = replace(warm, steps=sizes.get("warm_steps", 0))
         return replace(self, collate=collate, engine=engine, warm_start=warm)
 
+    def longest_prompt(self, *, rows: bool) -> int:
+        """Tokens of the longest prompt, but of a test; of `rows` to imitate nearly all may be one."""
+        return self.collate.prompt_length + (self.collate.response_length if rows else 0)
+
     @property
     def keeps_reference(self) -> bool:
         """True if the policy from before reinforcement is kept as the reference."""
@@ -445,10 +449,10 @@ def shipped() -> Path:
 
 def named(word: str) -> Path:
     """The config file of a path, or of the name of one that comes with the package; a UserError for neither."""
-    path, ours = Path(word), shipped() / f"{word}.py"
+    path = Path(word)
     if path.suffix or path.is_file():
         return path
-    if not ours.is_file():
+    if not (ours := shipped() / f"{word}.py").is_file():
         hint = userfile.nearest(word, [one.stem for one in shipped().glob("*.py")])
         raise UserError(
             f"there is no config {word!r}{hint} (jaxrl-llm configs lists them; a path ends in .py)"

@@ -158,9 +158,7 @@ class Step:
     @property
     def prompt_columns(self) -> int:
         """Tokens of the longest prompt as the embedded engine pads it."""
-        limit, rows = self.config.collate, isinstance(self.config.task, OfRows)
-        # of a row to imitate nearly all may be the prompt of a validation
-        longest = limit.prompt_length + (limit.response_length if rows else 0)
+        longest = self.config.longest_prompt(rows=isinstance(self.config.task, OfRows))
         return native.padded(longest, native.SHORTEST)
 
     @property

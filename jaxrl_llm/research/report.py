@@ -146,7 +146,7 @@ def _run(folder: Path) -> tuple[str, list[Part]]:
 def _summary(records: Sequence[Record]) -> Element:
     """How far the run is, what reinforcement did to accuracy, and what alarmed."""
     ours = [r for r in records if r["phase"] == REINFORCE]
-    learning, begins = journal.learning([*records])
+    learning, begins = journal.learning(records)
     measured = journal.evaluations(learning)
     steps, tested = [r for r in ours if "updates" in r], [r for r in ours if "test/accuracy" in r]
     ended = max((r["step"] for r in ours if {"test/step", "test/accuracy"} & {*r}), default=-1)

@@ -112,9 +112,8 @@ class Components:
 
     @property
     def prompt_length(self) -> int:
-        """Tokens of the longest prompt, but for tests; of a row to imitate nearly all may be one."""
-        limit, rows = self.config.collate, isinstance(self.task, Supervised)
-        return limit.prompt_length + (limit.response_length if rows else 0)
+        """Tokens of the longest prompt, but of a test."""
+        return self.config.longest_prompt(rows=isinstance(self.task, Supervised))
 
     @property
     def like(self) -> Any:

@@ -3,7 +3,7 @@
 import json
 import logging
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -57,14 +57,14 @@ def evaluations(records: Iterable[Record], figure: str = "eval/accuracy") -> lis
     return [r for r in records if figure in r and r.get("eval/examples", 1)]
 
 
-def learning(records: list[Record]) -> tuple[list[Record], str]:
+def learning(records: Sequence[Record]) -> tuple[Sequence[Record], str]:
     """The records of reinforcement, of rows that are imitated all; and what the first evaluation is before."""
     if any(LOSS in r for r in records):
         return records, "the first step"
     return [r for r in records if r["phase"] == REINFORCE], "reinforcement"
 
 
-def scores(records: list[Record]) -> dict[int, Score]:
+def scores(records: Sequence[Record]) -> dict[int, Score]:
     """Scores by step, of which the highest is the best checkpoint's, from the start of reinforcement on.
 
     The mean reward tells equal accuracies apart: a reward with degrees may never call a response correct. Of

@@ -38,15 +38,9 @@ NAME, CONFIG, VERSION = "run.json", "config.py", 6
 MODULE = "module "  # how the names of modules begin
 LENGTHS = {
     "steps",
-    "evaluate_every",
-    "evaluation_examples",
-    "save_every",
-    "save_minutes",
-    "keep_checkpoints",
-    "show_samples_every",
-    "keep_tokens",
-    "slots",
-    "microbatches",
+    *("evaluate_every", "evaluation_examples", "show_samples_every", "keep_tokens"),
+    *("save_every", "save_minutes", "keep_checkpoints"),
+    *("slots", "microbatches"),  # which may be what memory lacked
 }
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "transformers", "numpy")
 Run = dict[str, Any]

@@ -611,7 +611,6 @@ def _summarise(
 
     curves.draw([folder], folder / curves.PICTURE)
     where = storage.display_path(folder)
-    talk = f"talk to it: jaxrl-llm sample {where}"
     if tested is None:
         journal.say(f"nothing was left to do in {where}")
         return
@@ -629,12 +628,10 @@ def _summarise(
         if result
         else f"go on: jaxrl-llm train grpo --from {where}"
     )
+    more = f"talk to it: jaxrl-llm sample {where}   {go_on}"
     if record.read(folder)["config"] is None:  # no command can make a program's config
-        talk, go_on = (
-            f"look at it: jaxrl-llm view {where}",
-            f"keep it: jaxrl-llm export {where} FOLDER",
-        )
-    journal.say(f"curves: {where}/{curves.PICTURE}   {talk}   {go_on}")
+        more = f"look at it: jaxrl-llm view {where}   keep it: jaxrl-llm export {where} FOLDER"
+    journal.say(f"curves: {where}/{curves.PICTURE}   {more}")
 
 
 def _progress(scored: dict[int, Score], step: int, first: int) -> str:
