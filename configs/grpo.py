@@ -101,7 +101,7 @@ def config(
         prompt_length: questions of more tokens are left out.
         length: the longest response, in tokens.
         temperature: of sampling.
-        vllm: the Python of an environment with vLLM, which then samples; it shares one GPU with the trainer.
+        vllm: the Python of an environment with vLLM, which then samples; it shares the trainer's GPUs.
         slots: responses that the embedded engine samples at a time; 0 for as many as fit.
         microbatches: pieces of a batch, one after the other; 0 for as few as fit.
         share_prompts: compute a question once for all its responses; pays where they are shorter.

@@ -116,7 +116,7 @@ def config(
         lora: rank of adapters, which are then trained in place of the weights; 0 for none.
         length: the longest episode after its question, in tokens.
         turns: the most, the answer among them.
-        vllm: the Python of an environment with vLLM, which then samples; it shares one GPU with the trainer.
+        vllm: the Python of an environment with vLLM, which then samples; it shares the trainer's GPUs.
         steps: of the reinforcement phase; 0 for 30, with a model 300.
         warm_steps: of the supervised phase of the small model.
         guessing: share of the people who guess there.

@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -41,7 +42,10 @@ IOMMU = Path("/sys/kernel/iommu_groups")
 ACCEL = Path("/sys/class/accel")
 GOOGLE = "0x1ae0"  # its number as a maker of devices
 MIG = "mig.mode.current"  # "Enabled" where a GPU is divided
-FOR_GPUS = "install jaxrl-llm[cuda], which needs driver 580 or newer, or jaxrl-llm[cuda12], which needs 525"
+FOR_GPUS = (
+    "install jaxrl-llm[cuda], which needs driver 580 or newer and a T4 or newer, or jaxrl-llm[cuda12], "
+    "which needs 525"
+)
 FOR_TPUS = "install jaxrl-llm[tpu]"
 
 
@@ -101,13 +105,32 @@ def ask_driver(*fields: str) -> list[list[float]]:
     return [[*map(float, row)] for row in whole if row and all(map(str.isdecimal, row))]
 
 
-def leave(share: float) -> None:
-    """Has JAX leave this share of each GPU to others, unless the environment said how much it takes.
+@cache  # once is enough
+def begin(shared: float = 0.0) -> None:
+    """What is done before JAX starts, and nothing after: `prepare`, `leave`, `require_room`."""
+    from jax._src import xla_bridge  # starts nothing
 
-    In time only before JAX has started.
-    """
-    if share and (whole := _own_share()):
-        os.environ[FRACTIONS[0]] = str(round(whole - share, 3))
+    if not xla_bridge.backends_are_initialized():
+        prepare()
+        leave(shared)
+        require_room()
+
+
+def leave(share: float) -> None:
+    """Has JAX leave this share of each GPU to others, unless the environment said how much it takes."""
+    if not share or not (whole := _own_share()):
+        return
+    if whole - share < LEAST:
+        raise UserError(
+            f"engine: share = {share:g} leaves JAX nothing of a GPU: at most {whole - LEAST:.2f}"
+        )
+    os.environ[FRACTIONS[0]] = str(round(whole - share, 3))
+
+
+def held(gpus: Sequence[Any]) -> float:
+    """The share of a GPU that JAX has: by its allocator, else what it is to take."""
+    limits = [stats["bytes_limit"] for gpu in gpus if (stats := gpu.memory_stats())]
+    return min(limits) / memory if limits and (memory := gpu_memory()) else share_of_a_gpu()
 
 
 def divided(count: int) -> dict[str, str]:
@@ -132,15 +155,13 @@ def _own_share() -> float:
 
 
 def require_room() -> None:
-    """A UserError where others hold what JAX is to take of a GPU, if it has not started yet.
+    """A UserError where others hold what JAX, which has not started yet, is to take of a GPU.
 
-    JAX itself goes on with what is left, to die later beneath some 2,000 lines of its allocator.
+    It would go on with what is left, to die later beneath some 2,000 lines of its allocator.
     """
-    from jax._src import xla_bridge  # starts nothing
-
     on_demand = os.environ.get("XLA_PYTHON_CLIENT_PREALLOCATE") in ("false", "False", "0")
     on_demand |= os.environ.get("XLA_PYTHON_CLIENT_ALLOCATOR") == "platform"
-    if on_demand or not _gpus() or xla_bridge.backends_are_initialized():
+    if on_demand or not _gpus():
         return
     said = _fraction()
     share = JAXS_SHARE if said is None else said
@@ -160,15 +181,26 @@ def require_room() -> None:
 
 
 def in_use() -> bool:
-    """True if JAX will run on GPUs or TPUs of this host, by their files and its environment."""
-    platforms = os.environ.get("JAX_PLATFORMS") or "tpu"
+    """True if JAX will run on GPUs or TPUs of this host, by their files and its settings."""
+    platforms = _platforms() or "tpu"
     return bool(_gpus() or ("tpu" in platforms and present("accel")))
+
+
+def kept_off() -> bool:
+    """True if this host has GPUs and JAX is told not to run on them."""
+    return bool(present("nvidia") and not _gpus())
 
 
 def _gpus() -> int:
     """How many GPUs JAX will run on."""
-    platforms = {*(os.environ.get("JAX_PLATFORMS") or "cuda").split(",")}
+    platforms = {*(_platforms() or "cuda").split(",")}
     return present("nvidia") if platforms & {"cuda", "gpu"} else 0
+
+
+def _platforms() -> str:
+    """What JAX is told to run on; empty where it chooses. Once it is imported the environment tells it nothing."""
+    jax = sys.modules.get("jax")
+    return (jax.config.jax_platforms if jax else os.environ.get("JAX_PLATFORMS")) or ""
 
 
 def prepare() -> None:
@@ -236,7 +268,7 @@ def described(devices: Sequence[Any]) -> str:
 
 def require_used(devices: Sequence[Any]) -> None:
     """A UserError where JAX fell back to the CPU, of which it says little, beside an accelerator."""
-    if os.environ.get("JAX_PLATFORMS") or any(device.platform != "cpu" for device in devices):
+    if _platforms() or any(device.platform != "cpu" for device in devices):
         return
     for kind, name, remedy in (("nvidia", "GPU", FOR_GPUS), ("accel", "TPU", FOR_TPUS)):
         if count := present(kind):

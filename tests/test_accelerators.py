@@ -15,8 +15,10 @@ from jaxrl_llm import accelerators
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import sharding
 from jaxrl_llm.planning import machines
+from tests.training.process import port
 
 NVRM = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\n"
+PREALLOCATE, SHARE = "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION"
 
 
 def device(kind="NVIDIA L4", platform="gpu"):
@@ -29,9 +31,10 @@ def host(tmp_path, monkeypatch):
     for name in (*accelerators.FRACTIONS, accelerators.PINNED, accelerators.COMPILED):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
-    for name in ("JAX_PLATFORMS", "CUDA_VISIBLE_DEVICES", "XLA_PYTHON_CLIENT_PREALLOCATE",
-                 "XLA_PYTHON_CLIENT_ALLOCATOR"):  # fmt: skip
+    for name in ("CUDA_VISIBLE_DEVICES", PREALLOCATE, "XLA_PYTHON_CLIENT_ALLOCATOR"):
         monkeypatch.delenv(name, raising=False)
+    told = jax.config.jax_platforms
+    jax.config.update("jax_platforms", None)
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setattr(accelerators, "DEV", tmp_path)
     monkeypatch.setattr(accelerators, "DRIVER", tmp_path / "version")
@@ -39,8 +42,11 @@ def host(tmp_path, monkeypatch):
     monkeypatch.setattr(accelerators, "IOMMU", tmp_path / "iommu")
     monkeypatch.setattr(accelerators, "ACCEL", tmp_path / "class")
     accelerators.gpu_memory.cache_clear()
+    accelerators.begin.cache_clear()
     yield tmp_path
     accelerators.gpu_memory.cache_clear()
+    accelerators.begin.cache_clear()
+    jax.config.update("jax_platforms", told)
 
 
 def test_nothing_is_set_for_devices_that_are_not_here(host):
@@ -140,9 +146,6 @@ def smi(host, monkeypatch):
     return write
 
 
-PREALLOCATE, SHARE = "XLA_PYTHON_CLIENT_PREALLOCATE", "XLA_CLIENT_MEM_FRACTION"
-
-
 @pytest.mark.parametrize(
     ("used", "variables", "refused"),
     [
@@ -167,17 +170,16 @@ def test_a_gpu_that_others_use_is_refused(smi, monkeypatch, used, variables, ref
     smi(used)
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
-    accelerators.prepare()
+    jax.config.update("jax_platforms", variables.get("JAX_PLATFORMS"))
     says = rf"others hold {used / 1024:.1f} of the 78.1 GiB of GPU 1, .*nvidia-smi names them"
     with pytest.raises(UserError, match=says) if refused else nullcontext():
-        accelerators.require_room()
+        accelerators.begin()
 
 
 def test_of_a_gpu_that_is_divided_nothing_is_known(smi, monkeypatch):
     """The driver tells of the whole one, and of all who use it; an instance (MIG) has its own memory."""
     smi(75_000, "Enabled")
-    accelerators.prepare()
-    accelerators.require_room()
+    accelerators.begin()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     accelerators.gpu_memory.cache_clear()
     assert accelerators.gpu_memory() == 0
@@ -187,27 +189,82 @@ def test_one_that_has_just_ended_gives_its_memory_back(smi, monkeypatch):
     smi(75_000)
     monkeypatch.setattr(accelerators, "PATIENCE", 10.0)
     monkeypatch.setattr(accelerators.time, "sleep", lambda seconds: smi(0))
-    accelerators.prepare()
-    accelerators.require_room()
+    accelerators.begin()
 
 
-def test_a_run_looks_for_room_before_jax_starts(tmp_path):
-    """After that its own memory would be another's."""
-    quick = pathlib.Path(__file__).parent / "training" / "quick.py"
+@pytest.mark.parametrize("place", [None, "0/1@127.0.0.1:{}"])
+def test_a_run_looks_for_room_before_jax_starts(tmp_path, place):
+    """After that its own memory would be another's; what its servers take of a GPU is left to them."""
+    root = pathlib.Path(__file__).parents[1]
+    (tmp_path / "nvidia0").touch()
+    words = [
+        "train",
+        str(root / "tests" / "rollouts" / "served.py"),
+        "--memory",
+        "memory",
+        "--share",
+        "0.4",
+    ]
     script = f"""
+import os, pathlib
 from jax._src import xla_bridge
 from jaxrl_llm import accelerators
 from jaxrl_llm.cli.main import main
+accelerators.DEV = pathlib.Path.cwd()
 def ask():
-    print("asked", xla_bridge.backends_are_initialized())
+    print("started:", xla_bridge.backends_are_initialized(), os.environ[{SHARE!r}])
+    raise SystemExit
 accelerators.require_room = ask
-main(["train", {str(quick)!r}, "--steps", "0", "--warm-steps", "1", "--out", "run", "--data-folder", "data"])
+main({words + (["--process", place.format(port())] if place else [])!r})
 """
-    command, root = [sys.executable, "-c", script], pathlib.Path(__file__).parents[1]
-    variables = {**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
+    variables = {
+        **os.environ,
+        "PYTHONPATH": str(root),
+        "JAX_PLATFORMS": "cpu",
+        "FAKE_PYTHON": "python",
+    }
+    for name in accelerators.FRACTIONS:
+        variables.pop(name, None)
     how = {"cwd": tmp_path, "env": variables, "capture_output": True, "text": True}
-    done = subprocess.run(command, check=True, **how)
-    assert done.stdout.split("asked ")[1].startswith("False")
+    done = subprocess.run([sys.executable, "-c", script], check=True, **how)
+    assert done.stdout == "started: False 0.54\n"
+
+
+def test_from_python_a_run_does_what_the_command_does(tmp_path):
+    """JAX, which would take 75% of a GPU, is told before it starts."""
+    (tmp_path / "nvidia0").touch()
+    script = """
+import os, pathlib
+import jax
+from jaxrl_llm import accelerators
+from jaxrl_llm.models import sharding
+accelerators.DEV = pathlib.Path.cwd()
+sharding.make_mesh()
+print(os.environ["XLA_CLIENT_MEM_FRACTION"], "XLA_FLAGS" in os.environ)
+"""
+    root = str(pathlib.Path(__file__).parents[1])
+    variables = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
+    for name in (*accelerators.FRACTIONS, "XLA_FLAGS"):
+        variables.pop(name, None)
+    how = {"cwd": tmp_path, "env": variables, "capture_output": True, "text": True}
+    done = subprocess.run([sys.executable, "-c", script], check=True, **how)
+    assert done.stdout == "0.94 True\n"
+
+
+def test_what_jax_has_is_what_its_allocator_says(smi):
+    """It may have started by a rule of its own."""
+    smi(0)
+    stats = {"bytes_limit": int(0.75 * 80_000 * 2**20)}
+    gpus = [SimpleNamespace(memory_stats=lambda: stats)]
+    assert accelerators.held(gpus) == pytest.approx(0.75)
+    assert accelerators.held([SimpleNamespace(memory_stats=lambda: None)]) == 0.94
+
+
+def test_servers_may_not_be_left_all_of_a_gpu(host):
+    with pytest.raises(
+        UserError, match=r"share = 0\.93 leaves JAX nothing of a GPU: at most 0\.92"
+    ):
+        accelerators.leave(0.93)
 
 
 @pytest.mark.parametrize(
@@ -226,9 +283,13 @@ main(["train", {str(quick)!r}, "--steps", "0", "--warm-steps", "1", "--out", "ru
 def test_devices_that_jax_will_run_on(host, monkeypatch, files, platforms, visible, used):
     for name in files:
         (host / name).touch()
-    for name, value in (("JAX_PLATFORMS", platforms), ("CUDA_VISIBLE_DEVICES", visible)):
-        if value is not None:
-            monkeypatch.setenv(name, value)
+    jax.config.update("jax_platforms", platforms)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert accelerators.in_use() is used
+    assert accelerators.kept_off() is (platforms == "cpu" and files == ("nvidia0",))
+    monkeypatch.setenv("JAX_PLATFORMS", platforms or "")
+    monkeypatch.delitem(sys.modules, "jax")  # before that it is the environment that tells
     assert accelerators.in_use() is used
 
 
@@ -312,9 +373,11 @@ def test_a_cpu_beside_an_accelerator_is_refused(host, monkeypatch, files, says):
     monkeypatch.setattr(jax, "devices", lambda: [cpu])
     with pytest.raises(UserError, match=says):
         sharding.make_mesh()
+    with pytest.raises(UserError, match=says):
+        machines.machine("here")
     accelerators.require_used([device()])
     sharding.make_mesh(devices=[cpu])  # a machine that is only compiled for
-    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    jax.config.update("jax_platforms", "cpu")
     sharding.make_mesh()
 
 

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import jaxrl_llm as jl
-from jaxrl_llm import config as configs
+from jaxrl_llm import accelerators, config as configs
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.research import bench
@@ -151,6 +151,23 @@ def test_a_full_gpu_is_one_line_that_names_a_way_beside_it(said, monkeypatch, ca
 
     monkeypatch.setattr("jaxrl_llm.cli.bench.run", full)
     assert "JAX_PLATFORMS=cpu" in fails(capsys, "bench")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes in host memory",
+        "RESOURCE_EXHAUSTED: Failed to allocate a 9-byte pinned host staging buffer: out of memory",
+    ],
+)
+def test_a_full_host_is_no_full_gpu(said, monkeypatch, capsys):
+    """XLA pins memory of the host up to a limit of its own."""
+
+    def full(_):
+        raise RuntimeError(said)
+
+    monkeypatch.setattr("jaxrl_llm.cli.bench.run", full)
+    assert f"{accelerators.PINNED} is how many GB" in fails(capsys, "bench")
 
 
 def test_a_warning_does_not_act_on_the_terminal(monkeypatch, capsys):

@@ -278,9 +278,10 @@ def test_the_notebook_runs(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("driver", "files", "extra", "found"),
     [
-        ("550.54.15", [], "[cuda12]", "gpu"),  # a T4 or an L4, by its host
-        ("580.95.05", [], "[cuda]", "gpu"),
-        ("580.95.05", [], "[cuda]", "cpu"),
+        ("550.54.15, 7.5", [], "[cuda12]", "gpu"),  # a T4 or an L4, by its host
+        ("580.95.05, 7.5\n580.95.05, 7.5", [], "[cuda]", "gpu"),
+        ("580.95.05, 6.0", [], "[cuda12]", "gpu"),  # Kaggle's P100
+        ("580.95.05, 9.0", [], "[cuda]", "cpu"),
         (None, ["/dev/accel0"], "[tpu]", "tpu"),
         (None, ["/dev/vfio/0"], "[tpu]", "tpu"),
         (None, ["/dev/vfio/vfio"], "", "cpu"),

@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import logging
 import os
+import re
 import select
 import sys
 import threading
@@ -91,7 +92,7 @@ def main(words: list[str] | None = None) -> None:
             remedy = (
                 "the host has too little memory for what is offloaded, or XLA may not pin it: "
                 f"{accelerators.PINNED} is how many GB it may for a GPU"
-                if "host memory" in str(error)
+                if re.search("host memory|pinned host", str(error))
                 else f"{less}; jaxrl-llm plan tells how much. Beside a run on the same GPU, "
                 "JAX_PLATFORMS=cpu keeps off it"
             )

@@ -7,6 +7,8 @@ from typing import Annotated
 import jax
 import tyro
 
+from jaxrl_llm import accelerators
+from jaxrl_llm.rollouts.engines import Native, Vllm
 from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.training import record
 from jaxrl_llm.training.components import Components
@@ -22,9 +24,12 @@ def open_run(where: str, data: str, step: int | None) -> Iterator[tuple[Componen
     components = Components.make(folder.config(), data)
     folder.require_model(components)
     record.require_given(folder.path, record.modules())
+    engine = components.config.engine
+    if isinstance(engine, Vllm) and not engine.servers and accelerators.kept_off():
+        engine = Native()  # its servers would take the GPUs
     with (
         jax.set_mesh(components.mesh),
-        components.config.engine.start(components.policy, components.mesh, folder.path) as sampler,
+        engine.start(components.policy, components.mesh, folder.path) as sampler,
     ):
         chosen, params = folder.params(components, step)
         sampler.prompt_length = components.prompt_length

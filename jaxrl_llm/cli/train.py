@@ -10,7 +10,7 @@ import tyro
 from rich.console import Console
 from tyro.constructors import PrimitiveConstructorSpec
 
-from jaxrl_llm import distributed
+from jaxrl_llm import accelerators, distributed
 from jaxrl_llm.cli import parse
 from jaxrl_llm.config import Config
 from jaxrl_llm.errors import StopRequested, UserError
@@ -156,6 +156,7 @@ def _resumed(options: Options, path: Path) -> Path | None:
 
 def main(options: Options, config: Config, source: Source) -> None:
     """A run of a config, from a warm start, if any, to its test; JAXRL_LOGGERS=wandb,trackio logs it there too."""
+    accelerators.begin(config.shared)  # now: meeting the others starts JAX
     stop = Stop()
     with (
         stoppable(stop, grace=options.grace, minutes=options.max_minutes),

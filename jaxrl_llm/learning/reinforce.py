@@ -151,8 +151,8 @@ def require_our_policy(
     if not gap <= tolerance:
         raise UserError(
             f"step {step + 1}: the log-probs that came with the responses are {gap:.3g} from the trainer's on "
-            f"the mean (tolerance {tolerance:g}): a server computes with other weights, or its "
-            "answers are altered; look into that, then go on with --resume"
+            f"the mean (tolerance {tolerance:g}): a server computes in another precision or, where sync/proof "
+            "is not 1, with other weights, or its answers are altered; look into that, then go on with --resume"
         )
 
 

@@ -60,7 +60,7 @@ RULES = (
 def make_mesh(data: int = 1, fsdp: int = -1, tensor: int = 1, devices=None) -> Mesh:
     """A mesh over all devices; one size may be -1 (the rest). A UserError if they do not fit."""
     if devices is None:
-        accelerators.require_room()
+        accelerators.begin()
         accelerators.require_used(devices := jax.devices())
     devices = list(devices)
     devices.sort(key=lambda device: device.process_index)  # so that those of a host are neighbours

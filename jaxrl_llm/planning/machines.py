@@ -18,7 +18,7 @@ from jax._src.cudnn import fused_attention_stablehlo
 from jax.experimental import topologies
 from jax.typing import DTypeLike
 
-from jaxrl_llm.accelerators import host_memory
+from jaxrl_llm.accelerators import host_memory, require_used
 from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.models import sharding
 
@@ -191,7 +191,7 @@ def chip_of(device: Any) -> Chip | None:
 
 
 def _here() -> Machine:
-    devices = tuple(jax.devices())
+    require_used(devices := tuple(jax.devices()))
     own = jax.local_devices()  # others tell nothing of their memory
     everything = host_memory() // len(own)
     memory = (own[0].memory_stats() or {}).get("bytes_limit", everything)

@@ -190,6 +190,6 @@ def child() -> None:
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     if name != work.environment.__name__:
-        accelerators.require_room()  # the check before may have been ended
+        accelerators.begin()  # the check before may have been ended
     for line in getattr(importlib.import_module(module), name)(Settings(*given)):
         print(json.dumps(line), file=out, flush=True)

@@ -17,7 +17,7 @@ import numpy as np
 import rich.console
 import tyro
 
-from jaxrl_llm import storage
+from jaxrl_llm import accelerators, storage
 from jaxrl_llm.errors import UserError, first_line, flags_at_least
 from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.models import hf, sharding
@@ -44,6 +44,7 @@ from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.training import curves, terminal
 
 OURS = "jaxrl_llm"
+SHARE = 0.4  # of a GPU, for a vLLM server beside JAX
 CLOSE = {False: 1e-3, True: 0.1}  # True: computed in bfloat16
 
 
@@ -121,6 +122,8 @@ def against(
     if out:
         out.mkdir(parents=True, exist_ok=True)
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the peers need room, too
+    if "vllm" in interpreters and "sync" in kinds:
+        accelerators.leave(SHARE)
     console, mesh = terminal.plain(), sharding.make_mesh(devices=jax.devices()[:1])
     pythons = dict(_interpreters(interpreters, kinds, console))
     results: dict[str, Result] = {}
@@ -276,7 +279,7 @@ def _sync(
     dtype = "bfloat16" if sizes.bfloat16 else "float32"
     variables = () if jax.default_backend() != "cpu" else (("VLLM_CPU_KVCACHE_SPACE", "1"),)
     engine = engines.Vllm(
-        str(pythons["vllm"]), dtype=dtype, max_model_len=256, environment=variables
+        str(pythons["vllm"]), dtype=dtype, max_model_len=256, share=SHARE, environment=variables
     )
     parts: list[dict[str, float]] = []
     try:

@@ -15,7 +15,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm import forks, storage
-from jaxrl_llm.accelerators import OF_A_GPU, present, share_of_a_gpu
+from jaxrl_llm.accelerators import FRACTIONS, OF_A_GPU, held, present
 from jaxrl_llm.errors import UserError, at_least
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.rollouts.sampler import Sampler
@@ -115,7 +115,8 @@ class Vllm:
     servers' key is in `key_file`, or in VLLM_API_KEY; over http it may leave this machine only with
     `plain_http`. `tolerance` is how far a server's log-probs may be from the trainer's after a sync
     (None: by dtype). A server has `concurrency` requests at a time (0: as many as it batches). With
-    `share` it takes that part of GPUs on which the trainer is too, and JAX the rest. With `replay` a
+    `share` it takes that part of GPUs on which the trainer is too (a server on each, where `devices`
+    name none), and JAX the rest. With `replay` a
     mixture's tokens are sent to the same experts where they are learned from. In seconds:
     `patience` for a server that starts or does not answer, `timeout` for one answer, to which time
     per token is added.
@@ -237,12 +238,13 @@ class Vllm:
         from jaxrl_llm.rollouts.vllm.sidecar import Sidecar
 
         with ExitStack() as stack:
-            arguments = (*_for_adapters(adapter), *self._beside_jax(), *self.arguments)
+            own = self._beside_jax()
+            arguments = (*_for_adapters(adapter), *own.arguments)
             if self.replay and experts:
                 arguments = (*EXPERTS, *arguments)
             key = self._key() or secrets.token_urlsafe(32)
             write_key(key, root / KEY_FILE)
-            own = replace(self, arguments=arguments)
+            own = replace(own, arguments=arguments)
             launches = own._launches(root, folder, key)
             sidecars = [Sidecar(launch, root, self.timeout) for launch in launches]
             pool = stack.enter_context(ThreadPoolExecutor(len(sidecars) or 1))
@@ -250,21 +252,33 @@ class Vllm:
                 stack.callback(pool.submit, sidecar.stop)
             yield sidecars
 
-    def _beside_jax(self) -> tuple[str, ...]:
-        """vLLM's arguments for GPUs that JAX uses too; a UserError where both want all of one."""
+    def _beside_jax(self) -> "Vllm":
+        """Itself for GPUs that JAX uses too: with its share, on all of them if it has one and names none.
+
+        A UserError where both want all of one.
+        """
         gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(gpus))))
-        taken, wanted = share_of_a_gpu(), self._utilization()
-        for named in self.devices:
-            both = {*(named or visible).split(",")} & {*visible.split(",")}
+        here = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(gpus))))
+        visible, devices = here.split(","), self.devices
+        if self.share and devices == ("",) and len(gpus) > 1:
+            devices = tuple(visible[: len(gpus)])
+        taken, wanted = held(gpus), self._utilization()
+        remedy = (
+            f"JAX was started without word of that: set {FRACTIONS[0]}={OF_A_GPU - self.share:.2f} before"
+            if self.share
+            else "let them share it (share=0.4), or give vLLM others (devices) and name the trainer's own in "
+            "CUDA_VISIBLE_DEVICES"
+        )
+        for named in devices:
+            both = {*(named or here).split(",")} & {*visible}
             if gpus and both and taken + wanted > FULL:
                 raise UserError(
                     f"engine: a vLLM server is to take {wanted:.0%} of GPU {', '.join(sorted(both))}, of which "
-                    f"JAX has {taken:.0%}: let them share it (share=0.4), or give vLLM others (devices) and name "
-                    "the trainer's own in CUDA_VISIBLE_DEVICES"
+                    f"JAX has {taken:.0%}: {remedy}"
                 )
         there = gpus or present("nvidia")  # who only serves computes on the CPU
-        return ("--gpu-memory-utilization", str(self.share)) if there and self.share else ()
+        part = ("--gpu-memory-utilization", str(self.share)) if there and self.share else ()
+        return replace(self, devices=devices, arguments=(*part, *self.arguments))
 
     def _utilization(self) -> float:
         """The part of a GPU's memory that a server takes: by vLLM's argument, `share`, or its default."""

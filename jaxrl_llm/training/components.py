@@ -11,7 +11,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from jaxrl_llm import storage, userfile
+from jaxrl_llm import accelerators, storage, userfile
 from jaxrl_llm.config import Config, Pretrained
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import imitate, reinforce, update
@@ -73,6 +73,7 @@ class Components:
 
         Reads no parameters. Raises a UserError if the task cannot be made.
         """
+        accelerators.begin(config.shared)
         base = "", None
         if isinstance(config.model, Pretrained):
             base = config.model.name, config.model.revision

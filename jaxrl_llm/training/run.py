@@ -438,8 +438,7 @@ def _components(
     config: Config, data: str | Path, console: rich.console.Console
 ) -> tuple[Components, dict[str, Any]]:
     """All that the config makes, with sizes that fit; and what the run's numbers depend on beside it."""
-    accelerators.leave(config.shared)
-    accelerators.require_room()  # now, since the next line starts JAX
+    accelerators.begin(config.shared)  # now, since the next line starts JAX
     distributed.require_joined()
     components = Components.make(config, data)
     splits = components.splits

@@ -74,13 +74,13 @@ def small(name: str) -> Plan:
 def preset(name: str) -> tuple[Config, str]:
     """A config and a machine: file, preset (or size of Qwen2.5), machine, then a mesh or what is offloaded."""
     words = name.replace(" x ", " ").split()
-    file, model, on, *sizes = words
+    file, model, on, *places = words
     made: Any = configs.load(CONFIGS / f"{file}.py")
     sizes = {"slots": 256, "microbatches": {"kk": 32, "math": 64}[file]}
     config = made(model=model if "-" in model else f"Qwen2.5-{model}", **sizes)
-    if "offload" in sizes:
-        return replace(config, offload=sizes[-1]), on
-    return replace(config, mesh=Mesh(*map(int, sizes))), on
+    if "offload" in places:
+        return replace(config, offload=places[-1]), on
+    return replace(config, mesh=Mesh(*map(int, places))), on
 
 
 def scaled(name: str) -> Plan:

@@ -32,7 +32,7 @@ from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.tasks.knights_knaves import tiny as kk_tiny
 from tests import tiny
-from tests.planning.records import SMALL, worse
+from tests.planning.records import PRESETS, SCALING, SMALL, preset, worse
 from tests.public import write_model
 from tests.reference.peer import needed
 from tests.tiny import slow
@@ -247,6 +247,16 @@ def test_programs_for_accelerators_do_not_grow_and_keep_fused_attention(names):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, f"{done.stderr[-3000:]} (records small --write)"
     assert done.stdout.count(" GiB in ") == len(names)
+
+
+def test_every_case_of_the_large_records_is_a_config_and_a_machine():
+    """They are compiled by hand alone, which takes an hour."""
+    for name in f"{PRESETS}; {SCALING}".split(";"):
+        config, on = preset(name.strip())
+        assert on in name.split()
+        assert config.offload == (name.split()[-1] if "offload" in name else "none")
+        assert {*config.sizes.values()} <= {256, 32, 64}
+    assert preset("kk 7B 8xh100x8 8 x 8 x 1")[0].mesh == Mesh(8, 8, 1)
 
 
 def test_what_has_grown_is_said():

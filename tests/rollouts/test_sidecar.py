@@ -144,8 +144,16 @@ def test_a_server_is_started_restarted_with_the_newest_and_ended(root, sidecar):
 
 
 def test_serve_runs_servers_for_others_until_it_is_told_to_end(python, memory, tmp_path):
-    command = [sys.executable, "-m", "jaxrl_llm", "serve", "tests/rollouts/served.py"]
+    """It stays off the GPUs of its host, also where JAX finds none that it could use."""
+    (tmp_path / "dev").mkdir()
+    (tmp_path / "dev" / "nvidia0").touch()
+    script = (
+        "import pathlib; from jaxrl_llm import accelerators; from jaxrl_llm.cli.main import entry; "
+        f"accelerators.DEV = pathlib.Path({str(tmp_path / 'dev')!r}); entry()"
+    )
+    command = [sys.executable, "-c", script, "serve", "tests/rollouts/served.py"]
     env = os.environ | {"FAKE_PYTHON": python, "VLLM_API_KEY": "secret"}
+    del env["JAX_PLATFORMS"]
     command += ["--memory", str(memory), "--out", str(tmp_path / "logs")]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen(command, cwd=HERE.parents[1], env=env, text=True, **pipes) as serving:

@@ -706,7 +706,7 @@ def test_a_server_that_tells_nonsense_of_its_batch_is_asked_again(tmp_path):
 
 def gpus(monkeypatch, count, visible=None, fraction="0.94"):
     """The trainer sees so many GPUs, of which JAX takes a fraction."""
-    device = SimpleNamespace(platform="gpu")
+    device = SimpleNamespace(platform="gpu", memory_stats=lambda: None)
     monkeypatch.setattr(engines.jax, "local_devices", lambda: [device] * count)
     monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", fraction)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
@@ -724,7 +724,7 @@ def gpus(monkeypatch, count, visible=None, fraction="0.94"):
         (1, None, {"arguments": ("--gpu-memory-utilization=0.4",)}, "0.5", ""),
         (1, None, {"arguments": ("--gpu_memory_utilization", "0.6")}, "0.5", "60% of GPU 0"),
         (1, None, {"share": 0.4}, "0.54", ""),
-        (1, None, {"share": 0.4}, "0.94", "40% of GPU 0"),
+        (1, None, {"share": 0.4}, "0.94", "40% of GPU 0.*set XLA_CLIENT_MEM_FRACTION=0.54 before"),
         (0, None, {}, "0.94", ""),
     ],
 )
@@ -738,7 +738,23 @@ def test_servers_and_trainer_do_not_both_want_a_gpu(
             engine._beside_jax()
     else:
         given = ("--gpu-memory-utilization", "0.4") if "share" in settings else ()
-        assert engine._beside_jax() == given
+        assert engine._beside_jax().arguments == (*given, *engine.arguments)
+
+
+@pytest.mark.parametrize(
+    ("count", "visible", "settings", "devices"),
+    [
+        (4, None, {"share": 0.4}, ("0", "1", "2", "3")),
+        (2, "5,GPU-8932f937", {"share": 0.4}, ("5", "GPU-8932f937")),
+        (1, "5", {"share": 0.4}, ("",)),
+        (4, None, {"share": 0.4, "devices": ("0,1",)}, ("0,1",)),
+        (4, None, {"arguments": ("--gpu-memory-utilization=0.4",)}, ("",)),
+    ],
+)
+def test_with_a_share_there_is_a_server_on_each_gpu(monkeypatch, count, visible, settings, devices):
+    """JAX leaves that part of each."""
+    gpus(monkeypatch, count, visible, "0.54")
+    assert engines.Vllm(**settings)._beside_jax().devices == devices
 
 
 @pytest.mark.parametrize("nvidia", [0, 1])
@@ -748,7 +764,7 @@ def test_a_server_takes_its_share_where_the_one_that_starts_it_computes_on_the_c
     """As `serve` does, whose servers would take 92% of a GPU otherwise."""
     monkeypatch.setattr(engines, "present", lambda kind: nvidia)
     given = ("--gpu-memory-utilization", "0.4") * nvidia
-    assert engines.Vllm(share=0.4)._beside_jax() == given
+    assert engines.Vllm(share=0.4)._beside_jax().arguments == given
 
 
 def test_servers_are_told_to_tell_of_experts_by_whoever_starts_them(tmp_path, monkeypatch):

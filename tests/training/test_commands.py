@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from jaxrl_llm import accelerators
 from jaxrl_llm.cli import train
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.models import hf
+from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.training import record, run
 from jaxrl_llm.training.components import Components
 from jaxrl_llm.training.folder import RunFolder
@@ -88,6 +90,16 @@ def test_sample_answers_an_example_and_typed_prompts(whole, capsys, monkeypatch)
     fails(capsys, "sample", whole, "--example", "99")
     assert "max_tokens = 0 is out of range" in fails(capsys, "sample", whole, "--max-tokens", "0")
     assert "choose one" in fails(capsys, "sample", whole, "Ada : Ada knight .", "--example", "0")
+
+
+def test_where_gpus_are_kept_off_a_run_is_sampled_without_servers(whole, capsys, monkeypatch):
+    """They would start on a GPU, maybe that of the run itself, which goes on."""
+    config = RunFolder(whole).config()
+    served = replace(config, engine=Vllm(python="/no/such/python"))
+    monkeypatch.setattr(RunFolder, "config", lambda self: served)
+    monkeypatch.setattr(accelerators, "present", lambda kind="": kind == "nvidia")
+    main(["sample", str(whole), "--example", "0", "--max-tokens", "2"])
+    assert capsys.readouterr().out.count("reward ") == 1
 
 
 def test_a_run_is_opened_with_what_it_was_trained_with(whole, tmp_path, capsys, monkeypatch):
