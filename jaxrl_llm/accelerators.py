@@ -42,10 +42,7 @@ IOMMU = Path("/sys/kernel/iommu_groups")
 ACCEL = Path("/sys/class/accel")
 GOOGLE = "0x1ae0"  # its number as a maker of devices
 MIG = "mig.mode.current"  # "Enabled" where a GPU is divided
-FOR_GPUS = (
-    "install jaxrl-llm[cuda], which needs driver 580 or newer and a T4 or newer, or jaxrl-llm[cuda12], "
-    "which needs 525"
-)
+FOR_GPUS = "install jaxrl-llm[cuda], for driver 580 and a T4 or newer, or jaxrl-llm[cuda12], which needs 525"
 FOR_TPUS = "install jaxrl-llm[tpu]"
 
 
@@ -107,7 +104,7 @@ def ask_driver(*fields: str) -> list[list[float]]:
 
 @cache  # once is enough
 def begin(shared: float = 0.0) -> None:
-    """What is done before JAX starts, and nothing after: `prepare`, `leave`, `require_room`."""
+    """Has all done that is to be done before JAX starts, and nothing after: the three functions below."""
     from jax._src import xla_bridge  # starts nothing
 
     if not xla_bridge.backends_are_initialized():
@@ -122,15 +119,9 @@ def leave(share: float) -> None:
         return
     if whole - share < LEAST:
         raise UserError(
-            f"engine: share = {share:g} leaves JAX nothing of a GPU: at most {whole - LEAST:.2f}"
+            f"engine: share = {share:g} leaves JAX nothing: at most {whole - LEAST:.2f}"
         )
     os.environ[FRACTIONS[0]] = str(round(whole - share, 3))
-
-
-def held(gpus: Sequence[Any]) -> float:
-    """The share of a GPU that JAX has: by its allocator, else what it is to take."""
-    limits = [stats["bytes_limit"] for gpu in gpus if (stats := gpu.memory_stats())]
-    return min(limits) / memory if limits and (memory := gpu_memory()) else share_of_a_gpu()
 
 
 def divided(count: int) -> dict[str, str]:
@@ -182,13 +173,7 @@ def require_room() -> None:
 
 def in_use() -> bool:
     """True if JAX will run on GPUs or TPUs of this host, by their files and its settings."""
-    platforms = _platforms() or "tpu"
-    return bool(_gpus() or ("tpu" in platforms and present("accel")))
-
-
-def kept_off() -> bool:
-    """True if this host has GPUs and JAX is told not to run on them."""
-    return bool(present("nvidia") and not _gpus())
+    return bool(_gpus() or ("tpu" in (_platforms() or "tpu") and present("accel")))
 
 
 def _gpus() -> int:
@@ -198,7 +183,7 @@ def _gpus() -> int:
 
 
 def _platforms() -> str:
-    """What JAX is told to run on; empty where it chooses. Once it is imported the environment tells it nothing."""
+    """The platforms that JAX is told to run on, if any: by the environment until it is imported."""
     jax = sys.modules.get("jax")
     return (jax.config.jax_platforms if jax else os.environ.get("JAX_PLATFORMS")) or ""
 

@@ -406,25 +406,14 @@ class Config:
         return self.offload in (what, "both")
 
 
-_PARTS = {
-    "model": (Pretrained, Scratch),
-    "objective": (Objective,),
-    "optimizer": (optax.GradientTransformation,),
-    "collate": (Collator,),
-    "sampling": (Sampling,),
-    "teacher": (Pretrained, type(None)),
-    "warm_start": (WarmStart, type(None)),
-    "evaluation": (Evaluation,),
-    "compute": (qwen2.Compute,),
-    "mesh": (Mesh,),
-}
-
-
 def _check_types(config: Config) -> None:
     """Raises a UserError for the first field of a wrong type or with an unknown literal."""
     for one in dataclasses.fields(config):
         value = getattr(config, one.name)
-        kinds = _PARTS.get(one.name) or ((one.type,) if one.type in (int, bool) else ())
+        kinds: Any = (
+            () if one.type in (float, engines.Engine) else get_args(one.type) or (one.type,)
+        )
+        kinds = kinds if all(isinstance(kind, type) for kind in kinds) else ()
         if kinds and not (
             isinstance(value, kinds) and (bool in kinds or not isinstance(value, bool))
         ):

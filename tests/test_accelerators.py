@@ -251,19 +251,8 @@ print(os.environ["XLA_CLIENT_MEM_FRACTION"], "XLA_FLAGS" in os.environ)
     assert done.stdout == "0.94 True\n"
 
 
-def test_what_jax_has_is_what_its_allocator_says(smi):
-    """It may have started by a rule of its own."""
-    smi(0)
-    stats = {"bytes_limit": int(0.75 * 80_000 * 2**20)}
-    gpus = [SimpleNamespace(memory_stats=lambda: stats)]
-    assert accelerators.held(gpus) == pytest.approx(0.75)
-    assert accelerators.held([SimpleNamespace(memory_stats=lambda: None)]) == 0.94
-
-
 def test_servers_may_not_be_left_all_of_a_gpu(host):
-    with pytest.raises(
-        UserError, match=r"share = 0\.93 leaves JAX nothing of a GPU: at most 0\.92"
-    ):
+    with pytest.raises(UserError, match=r"share = 0\.93 leaves JAX nothing: at most 0\.92"):
         accelerators.leave(0.93)
 
 
@@ -287,7 +276,6 @@ def test_devices_that_jax_will_run_on(host, monkeypatch, files, platforms, visib
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert accelerators.in_use() is used
-    assert accelerators.kept_off() is (platforms == "cpu" and files == ("nvidia0",))
     monkeypatch.setenv("JAX_PLATFORMS", platforms or "")
     monkeypatch.delitem(sys.modules, "jax")  # before that it is the environment that tells
     assert accelerators.in_use() is used

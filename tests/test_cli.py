@@ -11,7 +11,8 @@ import sys
 import pytest
 
 import jaxrl_llm as jl
-from jaxrl_llm import accelerators, config as configs
+from jaxrl_llm import accelerators
+from jaxrl_llm import config as configs
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.research import bench

@@ -25,8 +25,9 @@ def open_run(where: str, data: str, step: int | None) -> Iterator[tuple[Componen
     folder.require_model(components)
     record.require_given(folder.path, record.modules())
     engine = components.config.engine
-    if isinstance(engine, Vllm) and not engine.servers and accelerators.kept_off():
-        engine = Native()  # its servers would take the GPUs
+    beside = accelerators.present("nvidia") and not accelerators.in_use()
+    if isinstance(engine, Vllm) and not engine.servers and beside:
+        engine = Native()  # its servers would take the GPUs, which JAX keeps off
     with (
         jax.set_mesh(components.mesh),
         engine.start(components.policy, components.mesh, folder.path) as sampler,

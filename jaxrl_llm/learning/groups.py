@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import astuple, dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import numpy as np
 from jaxrl_llm import distributed, userfile
 from jaxrl_llm.models.tokenizer import HiddenTokens, Tokenizer
 from jaxrl_llm.reward import Reward
-from jaxrl_llm.rollouts.sampler import Draft, Said, Sampler, Sampling
+from jaxrl_llm.rollouts.sampler import Draft, Sampler, Sampling
 from jaxrl_llm.rollouts.trajectory import Trajectory
 from jaxrl_llm.tasks.task import (
     Episodes,
@@ -24,7 +23,6 @@ from jaxrl_llm.tasks.task import (
     RewardSettings,
     Task,
     score_groups,
-    score_responses,
 )
 
 
@@ -153,14 +151,15 @@ class TokenTask:
             for seed, some in itertools.groupby(mine, key=lambda one: one.seed):
                 asked, how = [*some], replace(sampling, seed=seed)
                 # a sampler numbers the responses of a call from 0, the environments those of all calls
-                reply = replies and partial(_reply, replies, first)
+                reply = replies and (lambda i, *turn, first=first: replies(first + i, *turn))
                 made = sampler.submit([one.prompt for one in asked], n=n, sampling=how, reply=reply)
                 for i, one in enumerate(asked):
                     one.responses, one.replies = made[i * n : (i + 1) * n], replies
                     one.first, first = first, first + n
                     if replies is not None:
+                        # one that is there, or called off, is done: others may take much longer
                         for k, response in enumerate(one.responses, one.first):
-                            response.add_done_callback(partial(_ended, replies, k))
+                            response.add_done_callback(lambda _, k=k: replies.finish(k))
         except BaseException:  # the embedded engine samples now, and a stop may come
             if replies is not None:
                 replies.end(n * len(mine))
@@ -178,14 +177,6 @@ class TokenTask:
             for one in mine:
                 if one.replies is not None:
                     one.replies.end(len(one.responses))
-
-    def sample(
-        self, sampler: Sampler, examples: Sequence[Any], *, n: int, sampling: Sampling
-    ) -> list[Group]:
-        """`n` responses to each of this process's share of `examples`; episodes have their reward."""
-        groups = self.pending(examples, range(len(examples)), [sampling.seed] * len(examples))
-        self.submit(sampler, groups, n=n, sampling=sampling)
-        return self.collect(sampler, groups)
 
     def replay(
         self, examples: Sequence[Any], turns: Sequence[str | Sequence[str]]
@@ -216,7 +207,7 @@ class TokenTask:
         [said] = [response] if isinstance(response, str) else response
         prompt = self.ask(example)
         said = self.tokenizer.opened(prompt, self.tokenizer.prompt(prompt)) + said
-        [reward] = score_responses(self.task, [example], [said], self.settings)
+        [[reward]] = score_groups(self.task, [example], [[said]], self.settings)
         return reward
 
     def _episodes(self, examples: Sequence[Any]) -> Episodes:
@@ -276,18 +267,6 @@ def together(
 def _rewarded(one: Trajectory, episodes: Episodes, i: int) -> Trajectory:
     """An episode with the rewards that its environment, the one of number `i`, has given."""
     return replace(one, reward=episodes.rewards[i], turn_rewards=tuple(episodes.turn_rewards[i]))
-
-
-def _reply(
-    replies: Episodes, first: int, index: int, tokens: Sequence[int] | None, logps: Sequence[float]
-) -> Future[Said]:
-    """The environment's answer to a turn, in a call whose first response is number `first`."""
-    return replies(first + index, tokens, logps)
-
-
-def _ended(replies: Episodes, index: int, _: Future[Trajectory]) -> None:
-    """A response is there, or called off: others may take much longer."""
-    replies.finish(index)
 
 
 def _with_prompt(group: Group, example: Any, prompt: Sequence[int]) -> Group:

@@ -200,16 +200,11 @@ def describe_answers(groups: Sequence[Group], seconds: float) -> dict[str, float
         )
     for task in names_of_tasks(group.example for group in groups):
         ours = [replace(group, example=None) for group in groups if group.example.name == task]
-        out |= _in_short(ours, f"task/{task}")
+        out |= in_short(ours, f"task/{task}")
     return out
 
 
-def describe_learned(groups: Sequence[Group], drawn: Sequence[Group]) -> dict[str, float]:
-    """Metrics of the responses learned from, where others were drawn as well; and how many were."""
-    return _in_short(groups, "learned") | {"drawn": float(len(drawn))}
-
-
-def _in_short(groups: Sequence[Group], of: str) -> dict[str, float]:
+def in_short(groups: Sequence[Group], of: str) -> dict[str, float]:
     """The first metrics of some of a step's groups, under names that begin with `of`."""
     names = ("length", "reward", "accuracy", "constant_groups")
     found = describe_answers(groups, 0.0)

@@ -109,10 +109,6 @@ def _summed(
     return up_to(blocks.most, blocks.used, one, jnp.zeros(x.shape, jnp.float32))
 
 
-def _forward(apply, block, x, chosen, weights, experts):
-    return _summed(apply, block, x, chosen, weights, experts), (x, chosen, weights, experts)
-
-
 def _backward(apply, block, saved, gradient):
     x, chosen, weights, experts = saved
     blocks, flat = _Blocks(chosen, len(jax.tree.leaves(experts)[0]), block), weights.ravel()
@@ -134,7 +130,7 @@ def _backward(apply, block, saved, gradient):
     return d_x, None, d_weights.reshape(weights.shape), d_experts
 
 
-_summed.defvjp(_forward, _backward)
+_summed.defvjp(lambda *args: (_summed(*args), args[2:]), _backward)
 
 
 class _Blocks:

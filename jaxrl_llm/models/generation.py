@@ -109,26 +109,17 @@ class ScannedGenerator:
 
         return jax.tree.map(move, params, param_shardings(params, self.mesh))
 
-    def grow(self, cache: Caches, columns: int) -> Caches:
-        """The cache unchanged: it has room for all columns from the start."""
-        del columns
-        return cache
-
     def empty(self, slots: int, columns: int) -> Caches:
         """A cache of zeros for `slots` sequences of up to `columns` tokens, a part a layer of a period."""
-        shape, compute = qwen2.settings(self.definition)
-        layers = shape.stretches[0].number
-        zeros = partial(jnp.zeros, dtype=compute.dtype)
+        shape, _ = qwen2.settings(self.definition)
+        layers, blocks = shape.stretches[0].number, -(-columns // self.block)
 
-        def one(kind):
-            if shape.distinct[kind].delta:
-                return _no_state(shape, zeros, (layers, slots))
-            kv_heads, size = shape.heads_of(shape.distinct[kind])
-            lead = (layers, -(-columns // self.block), slots, kv_heads)
+        def cache(zeros, kv_heads, size):
+            lead = (layers, blocks, slots, kv_heads)
             return Cache(zeros((*lead, size, self.block)), zeros((*lead, self.block, size)))
 
-        each = [one(kind) for kind in shape.kind_of[: shape.period]]
-        return [*map(_shard, each), *_no_experts(self, shape, slots, columns)]
+        kinds = shape.kind_of[: shape.period]
+        return _empty(self, kinds, cache, (layers, slots), columns)
 
     def prefill(self, params, tokens: Int[Array, "P L"], lengths: Int[Array, "P"]) -> Caches:
         """Cache and states after prompts of these lengths, right-padded; keys of padding are never read."""
@@ -158,26 +149,13 @@ class ScannedGenerator:
     def insert(
         self, cache: Caches, prompts: Caches, slot: Int[Array, "J"], which: Int[Array, "J"]
     ) -> Caches:
-        """Copies prompt `which[j]` into slot `slot[j]`; nothing where the slot is out of range.
+        """Copies prompt `which[j]` into slot `slot[j]`; nothing where the slot is out of range."""
 
-        Blocks of padding that the cache has no room for are dropped.
-        """
+        def copy(into, source):  # blocks of padding that the cache has no room for are dropped
+            blocks = min(into.shape[1], source.shape[1])
+            return into.at[:, :blocks, slot].set(source[:, :blocks, which], mode="drop")
 
-        def one(cache, prompts):
-            if isinstance(cache, Chosen):
-                return _inserted(cache, prompts, slot, which)
-            if isinstance(cache, State):
-                return jax.tree.map(
-                    lambda x, y: x.at[:, slot].set(y[:, which], mode="drop"), cache, prompts
-                )
-            blocks = min(prompts.k.shape[1], cache.k.shape[1])
-
-            def copy(into, source):
-                return into.at[:, :blocks, slot].set(source[:, :blocks, which], mode="drop")
-
-            return Cache(*map(copy, cache, prompts))
-
-        return [_shard(one(*pair)) for pair in zip(cache, prompts, strict=True)]
+        return _inserted(cache, prompts, slot, which, copy)
 
     def decode(
         self,
@@ -345,17 +323,11 @@ class UnrolledGenerator:
 
     def empty(self, slots: int, columns: int) -> LayerCaches:
         """A cache of zeros for `slots` sequences of up to `columns` tokens."""
-        shape, compute = qwen2.settings(self.definition)
-        zeros = partial(jnp.zeros, dtype=compute.dtype)
-
-        def one(kind):
-            if shape.distinct[kind].delta:
-                return _no_state(shape, zeros, (slots,))
-            kv_heads, size = shape.heads_of(shape.distinct[kind])
-            return LayerCache(*[zeros((slots, kv_heads, columns, size))] * 2)
-
-        each = [one(kind) for kind in _kinds_of_own(shape)]
-        return [*map(_shard, each), *_no_experts(self, shape, slots, columns)]
+        kinds = _kinds_of_own(qwen2.settings(self.definition)[0])
+        cache = lambda zeros, kv_heads, size: LayerCache(
+            *[zeros((slots, kv_heads, columns, size))] * 2
+        )
+        return _empty(self, kinds, cache, (slots,), columns)
 
     def grow(self, cache: LayerCaches, columns: int) -> LayerCaches:
         """Grows the cache in place, layer by layer: only one layer exists twice at a time."""
@@ -391,16 +363,7 @@ class UnrolledGenerator:
             source = constrain(source[which, :, :columns], None, "tensor", None, None)
             return into.at[slot, :, :columns].set(source, mode="drop")
 
-        def one(cache, prompts):
-            if isinstance(cache, Chosen):
-                return _inserted(cache, prompts, slot, which)
-            if isinstance(cache, State):
-                return jax.tree.map(
-                    lambda x, y: x.at[slot].set(y[which], mode="drop"), cache, prompts
-                )
-            return LayerCache(*map(copy, cache, prompts))
-
-        return [_shard(one(*pair)) for pair in zip(cache, prompts, strict=True)]
+        return _inserted(cache, prompts, slot, which, copy)
 
     def decode(
         self,
@@ -503,19 +466,23 @@ def _grown(cache: LayerCache | Chosen, columns: int) -> LayerCache | Chosen:
     return LayerCache(*_shard(LayerCache(*(jnp.pad(x, more) for x in cache))))
 
 
-def _no_state(shape: qwen2.Shape, zeros, lead: tuple[int, ...]) -> State:
-    """That of sequences before their first token."""
+def _empty(generator, kinds, cache, lead: tuple[int, ...], columns: int) -> list[Any]:
+    """A cache before the first token: `cache(zeros, heads, size)` is that of a kind of attention."""
+    shape, compute = qwen2.settings(generator.definition)
+    zeros = partial(jnp.zeros, dtype=compute.dtype)
     sizes: Any = shape.delta
-    memory = jnp.zeros((*lead, sizes.heads, sizes.key_size, sizes.value_size))
-    return State(memory, zeros((*lead, sizes.width - 1, sizes.channels)))
 
+    def one(kind):
+        if not shape.distinct[kind].delta:
+            return cache(zeros, *shape.heads_of(shape.distinct[kind]))
+        memory = jnp.zeros((*lead, sizes.heads, sizes.key_size, sizes.value_size))
+        return State(memory, zeros((*lead, sizes.width - 1, sizes.channels)))
 
-def _no_experts(generator, shape: qwen2.Shape, slots: int, columns: int) -> list[Chosen]:
-    """Room for the experts of so many tokens, if the generator keeps them."""
+    layers = [_shard(one(kind)) for kind in kinds]
     if not (generator.routed and shape.mixture):
-        return []
-    size = slots, columns, shape.num_layers, shape.mixture.chosen
-    return [_shard(Chosen(jnp.full(size, -1, jnp.int16)))]
+        return layers
+    size = lead[-1], columns, shape.num_layers, shape.mixture.chosen
+    return [*layers, _shard(Chosen(jnp.full(size, -1, jnp.int16)))]
 
 
 def _each_layer(shape: qwen2.Shape, chosen: list[Int[Array, "R L K"]]) -> list[Chosen]:
@@ -554,11 +521,21 @@ def _with_experts(old: list[Chosen], new: list[Chosen], position, live) -> list[
     return [_shard(Chosen(place(experts, new[0].experts, column)))]
 
 
-def _inserted(slots: Chosen, prompts: Chosen, slot, which) -> Chosen:
-    """With those of prompt `which[j]` in slot `slot[j]`."""
-    columns = min(slots.experts.shape[1], prompts.experts.shape[1])
-    source = prompts.experts[which, :columns]
-    return Chosen(slots.experts.at[slot, :columns].set(source, mode="drop"))
+def _inserted(cache: list[Any], prompts: list[Any], slot, which, copy) -> list[Any]:
+    """The cache with prompt `which[j]` in slot `slot[j]`; `copy` does that for keys and values."""
+
+    def one(slots, prompts):
+        if isinstance(slots, State):  # of a layer, or of several
+            lead = (slice(None),) * (slots.memory.ndim - 4)
+            put = lambda x, y: x.at[(*lead, slot)].set(y[(*lead, which)], mode="drop")
+            return jax.tree.map(put, slots, prompts)
+        if not isinstance(slots, Chosen):
+            return type(slots)(*map(copy, slots, prompts))
+        columns = min(slots.experts.shape[1], prompts.experts.shape[1])
+        source = prompts.experts[which, :columns]
+        return Chosen(slots.experts.at[slot, :columns].set(source, mode="drop"))
+
+    return [_shard(one(*pair)) for pair in zip(cache, prompts, strict=True)]
 
 
 def _of_layer(inputs: qwen2.LayerInputs, layer: int) -> qwen2.LayerInputs:

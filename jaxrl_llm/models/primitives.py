@@ -101,10 +101,6 @@ def _product_on_cpu(x, w, contracted):
     return _contract(x, w, (1,), (1,)).reshape(out)
 
 
-def _product_forward(x, w, contracted):
-    return _product_on_cpu(x, w, contracted), (x, w)
-
-
 def _product_backward(contracted, saved, gradient):
     into, of = (a.shape for a in saved)
     x, w = (_matrix(a, a.ndim - contracted) for a in saved)
@@ -131,7 +127,7 @@ def summed(a: Float[Array, "*B N I"], b: Float[Array, "*B N J"]) -> Float[Array,
     return jax.lax.dot_general(a, b, ((rows, rows), (lead, lead)), precision(a, b))
 
 
-_product_on_cpu.defvjp(_product_forward, _product_backward)
+_product_on_cpu.defvjp(lambda x, w, n: (_product_on_cpu(x, w, n), (x, w)), _product_backward)
 
 
 def _matrix(a, lead: int):
@@ -200,10 +196,6 @@ def _rows(table, tokens, dtype):
     return on_each_device(local, (P(VOCAB), P(("data", *of_table))), P(BATCH))(table, tokens)
 
 
-def _rows_forward(table, tokens, dtype):
-    return _rows(table, tokens, dtype), (table, tokens)
-
-
 def _rows_backward(dtype, saved, gradient):
     del dtype
     of_table, of_states, vocab = moved(saved[0], saved[1].size)
@@ -228,4 +220,6 @@ def _here(size, tokens, vocab):
     return here, (here >= 0) & (here < size)
 
 
-_rows.defvjp(_rows_forward, _rows_backward)
+_rows.defvjp(
+    lambda table, tokens, dtype: (_rows(table, tokens, dtype), (table, tokens)), _rows_backward
+)

@@ -734,7 +734,11 @@ class Decoder(nnx.Module):
 
             # carried from period to period and overwritten: what the last leaves is read later,
             # and nothing is saved of it for the backward pass
-            empty = self.no_keys(x) if self.shape.shared_layers and not shared_kv else {}
+            zeros = lambda kind: (
+                (jnp.zeros((*x.shape[:2], *self.shape.heads_of(kind)), x.dtype),) * 2
+            )
+            keeps = self.shape.shared_layers and not shared_kv
+            empty = dict(enumerate(map(zeros, self.shape.distinct))) if keeps else {}
             return jax.lax.scan(period, (x, empty), each)[0]
 
         x, shared_kv = self.between_layers(x), {}
@@ -747,11 +751,6 @@ class Decoder(nnx.Module):
     def between_layers(self, x: Hidden) -> Hidden:
         """Hidden states in their place: rows over the batch's axes, positions over `tensor` or on all."""
         return constrain(x, BATCH, "tensor" if self.compute.sequence_parallel else None, None)
-
-    def no_keys(self, x: Hidden) -> dict[int, Any]:
-        """Keys and values of zeros by kind of layer, in the shapes of those of `x`."""
-        sizes = map(self.shape.heads_of, self.shape.distinct)
-        return {i: (jnp.zeros((*x.shape[:2], *size), x.dtype),) * 2 for i, size in enumerate(sizes)}
 
     def inputs(self, tokens: Int[Array, "R L"], x: Hidden, experts=None) -> LayerInputs:
         """Those of each layer, from the tokens, the first layer's input, and the experts if they are chosen."""
@@ -844,14 +843,10 @@ class Decoder(nnx.Module):
         return (self.lm_head or self.embed_tokens).weight[...]
 
 
-def names(shape: Shape) -> list[str]:
-    """The names of the stacks of layers, where there are several."""
-    return [name for stretch in shape.stretches for name in stretch.names]
-
-
 def named(stacks: list[Any], shape: Shape) -> Any:
     """Stacks as a model has them: by name, or a single one as it is."""
-    return stacks[0] if shape.is_one_stack else dict(zip(names(shape), stacks, strict=True))
+    names = [name for stretch in shape.stretches for name in stretch.names]
+    return stacks[0] if shape.is_one_stack else dict(zip(names, stacks, strict=True))
 
 
 def unstacked(layers: Any, shape: Shape, one: Callable[[Any, int], Any]) -> list[Any]:

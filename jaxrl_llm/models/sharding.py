@@ -160,16 +160,10 @@ def _gathered(weight, whole, spec):
     return constrain(weight, *whole)
 
 
-def _gathered_forward(weight, whole, spec):
-    return _gathered(weight, whole, spec), None
-
-
-def _gathered_backward(whole, spec, saved, gradient):
-    del whole, saved
-    return (constrain(gradient, *spec),)
-
-
-_gathered.defvjp(_gathered_forward, _gathered_backward)
+_gathered.defvjp(
+    lambda *args: (_gathered(*args), None),
+    lambda whole, spec, saved, gradient: (constrain(gradient, *spec),),
+)
 
 
 def left_whole(shapes, mesh: Mesh) -> list[str]:

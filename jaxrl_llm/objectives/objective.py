@@ -56,7 +56,8 @@ class Objective:
         Each of `minibatches` equal consecutive parts of the rows has its own denominator and
         selection. Raises TypeError where a function returns another shape than the tokens'.
         """
-        data = _complete(reward, data)
+        by_token = jnp.where(data.mask, reward.reshape(-1, 1), 0.0)
+        data = data._replace(reward=by_token, response=data.mask.astype(jnp.int32))  # a row is one
         split, join = _runs(minibatches)
         of_one = jax.vmap(self._credit_minibatch, out_axes=(0, 1, 0))
         advantage, weight, data = of_one(*split((self._advantage(reward, data), data)))
@@ -210,12 +211,6 @@ def _of_tokens(name: str, value: Any, like: Any) -> Any:
         hint = f": {hints[shape]}" if shape in hints else ""
         raise TypeError(f"{name} has the shape {shape}, not that of the tokens, {like.shape}{hint}")
     return value
-
-
-def _complete(reward: Rewards, data: TokenData) -> TokenData:
-    """`data` with each token's reward and response number: 1, as a row is one response."""
-    by_token = jnp.where(data.mask, reward.reshape(-1, 1), 0.0)
-    return data._replace(reward=by_token, response=data.mask.astype(jnp.int32))
 
 
 def _runs(count: int):

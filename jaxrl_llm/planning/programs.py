@@ -105,14 +105,10 @@ class Step:
         """The parameters of the reference policy; None where there is none."""
         if not self.config.keeps_reference:
             return None
+        narrowed = jax.eval_shape(self.policy.cast_frozen, self.state.params)
         return jax.tree.map(
-            lambda x, p: like(x, self._placed(p.sharding)), self._narrowed, self.state.params
+            lambda x, p: like(x, self._placed(p.sharding)), narrowed, self.state.params
         )
-
-    @property
-    def _narrowed(self) -> Any:
-        """The parameters in the compute precision."""
-        return jax.eval_shape(self.policy.cast_frozen, self.state.params)
 
     @cached_property
     def teacher(self) -> tuple[qwen2.Shape, Any] | None:

@@ -29,6 +29,7 @@ from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.rollouts.trajectory import Trajectory
 from jaxrl_llm.tasks.knights_knaves.tiny import FILLERS
 from jaxrl_llm.training.components import Components, readable
+from jaxrl_llm.training.leaving import Stop
 
 EDGES = (0.25, 0.5, 0.75)
 BINS = ["p < 0.25", "0.25 to 0.5", "0.5 to 0.75", "p ≥ 0.75"]
@@ -185,8 +186,8 @@ def draw(of: Subject, sampler: Sampler, prompts: int, batches: int, seed: int) -
     samples = []
     for number in range(batches):
         examples = [usable[i] for i in range(number, len(usable), batches)]
-        groups = task.sample(sampler, examples, n=config.group_size, sampling=sampling)
-        samples.append(task.grade(groups))
+        n = config.group_size
+        samples.append(task.answer(sampler, examples, n=n, sampling=sampling, stop=Stop()))
     return samples
 
 

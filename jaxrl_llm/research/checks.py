@@ -168,25 +168,20 @@ def kernels(settings: Settings) -> Iterator[Line]:
 
 
 def against_cpu(settings: Settings) -> Iterator[Line]:
-    """A small model's log-probs, gradient and steps against a CPU's."""
+    """Relative errors of a small model's log-probs, gradient and steps against a CPU's float32."""
     shape, steps = SHAPES[settings.small], 2 if settings.rehearse else STEPS
-    yield from correctness(jax.devices()[0], shape, steps)
-
-
-def correctness(device: Any, shape: qwen2.Shape, steps: int) -> Iterator[Line]:
-    """Relative errors of a model's log-probs, gradient and steps against a CPU's float32."""
-    [cpu, *_] = jax.devices("cpu")
+    device, [cpu, *_] = jax.devices()[0], jax.devices("cpu")
     with jax.default_device(cpu):
         start = jax.device_get(qwen2.init(shape))
     truth = numbers([cpu], shape, start, steps)
     half: dict[str, Any] = {"dtype": jnp.bfloat16, "attend": attention.for_platform}
-    settings: dict[str, tuple[float, dict[str, Any]]] = {
+    kinds: dict[str, tuple[float, dict[str, Any]]] = {
         "float32": (2e-4, {}),
         "bfloat16, plain attention": (5e-2, {"dtype": jnp.bfloat16}),
         "bfloat16, fused attention": (5e-2, half),
         "bfloat16, fused, padded rows": (5e-2, {**half, "pack": False}),
     }
-    for name, (limit, setting) in settings.items():
+    for name, (limit, setting) in kinds.items():
         found = numbers([device], shape, start, steps, **setting)
         for what, most in zip(truth, (limit, limit, AFTER_STEPS * limit), strict=True):
             yield at_most(f"{name}: {what}", difference(found[what], truth[what]), most)

@@ -108,16 +108,12 @@ def against(
     interpreters = others.parse(names)
     if unknown := [kind for kind in kinds if kind not in KINDS]:
         raise UserError(f"--kinds {unknown[0]}: known are {', '.join(KINDS)}")
-    for kind, count, into in (
-        ("update", sizes.rows, sizes.microbatches),
-        ("step", sizes.sequences // 4, sizes.group * sizes.microbatches),
+    quarter = f"a quarter of --sequences {sizes.sequences}"
+    for kind, flag, count, into in (
+        ("update", f"--rows {sizes.rows}", sizes.rows, sizes.microbatches),
+        ("step", quarter, sizes.sequences // 4, sizes.group * sizes.microbatches),
     ):
         if kind in kinds and (count % into or not count):
-            flag = (
-                f"--rows {count}"
-                if kind == "update"
-                else f"a quarter of --sequences {sizes.sequences}"
-            )
             raise UserError(f"{flag} does not divide by {into} for the micro-batches")
     if out:
         out.mkdir(parents=True, exist_ok=True)

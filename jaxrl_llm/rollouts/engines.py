@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import jax
 from jax.sharding import Mesh
 
 from jaxrl_llm import forks, storage
-from jaxrl_llm.accelerators import FRACTIONS, OF_A_GPU, held, present
+from jaxrl_llm.accelerators import FRACTIONS, OF_A_GPU, gpu_memory, present, share_of_a_gpu
 from jaxrl_llm.errors import UserError, at_least
 from jaxrl_llm.models.policy import Policy
 from jaxrl_llm.rollouts.sampler import Sampler
@@ -238,14 +238,13 @@ class Vllm:
         from jaxrl_llm.rollouts.vllm.sidecar import Sidecar
 
         with ExitStack() as stack:
-            own = self._beside_jax()
-            arguments = (*_for_adapters(adapter), *own.arguments)
+            beside = self._beside_jax()
+            arguments = (*_for_adapters(adapter), *beside.arguments)
             if self.replay and experts:
                 arguments = (*EXPERTS, *arguments)
             key = self._key() or secrets.token_urlsafe(32)
             write_key(key, root / KEY_FILE)
-            own = replace(own, arguments=arguments)
-            launches = own._launches(root, folder, key)
+            launches = replace(beside, arguments=arguments)._launches(root, folder, key)
             sidecars = [Sidecar(launch, root, self.timeout) for launch in launches]
             pool = stack.enter_context(ThreadPoolExecutor(len(sidecars) or 1))
             for sidecar in sidecars:  # at once: a trainer that is told to end has little time
@@ -262,7 +261,7 @@ class Vllm:
         visible, devices = here.split(","), self.devices
         if self.share and devices == ("",) and len(gpus) > 1:
             devices = tuple(visible[: len(gpus)])
-        taken, wanted = held(gpus), self._utilization()
+        taken, wanted = _held(gpus), self._utilization()
         remedy = (
             f"JAX was started without word of that: set {FRACTIONS[0]}={OF_A_GPU - self.share:.2f} before"
             if self.share
@@ -322,6 +321,12 @@ class Vllm:
                 | ({"CUDA_VISIBLE_DEVICES": device} if device else {}),
                 key=key,
             )
+
+
+def _held(gpus: Sequence[Any]) -> float:
+    """The share of a GPU that JAX has: by its allocator, else what it is to take."""
+    limits = [stats["bytes_limit"] for gpu in gpus if (stats := gpu.memory_stats())]
+    return min(limits) / memory if limits and (memory := gpu_memory()) else share_of_a_gpu()
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import numpy as np
@@ -176,7 +176,7 @@ class NativeSampler(Sampler):
         def grown(cache, columns, end):
             if end + self.stride > columns < limit:
                 columns = self._columns(end + self.stride, limit)
-                cache = self.model.grow(cache, columns)
+                cache = cast(UnrolledGenerator, self.model).grow(cache, columns)
             return cache, columns
 
         while left:

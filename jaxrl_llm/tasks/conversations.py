@@ -141,13 +141,9 @@ def task(
     """
     terms = questions.terms(specs, weights)
     needs = any(spec.partition(":")[0] in questions.rewards.NEEDS_TRUTH for spec in specs)
-    read = partial(_conversations, needs=needs, **columns)
+    each = partial(_conversation, needs=needs, **columns)
+    read = lambda files: [one for _, one in questions.read_rows(files, each)]
     return Conversations(*questions.split(source, test, held_out, read), terms)
-
-
-def _conversations(files: Sequence[Path], **settings: Any) -> list[Conversation]:
-    read = lambda row, where: _conversation(row, where, **settings)
-    return [one for _, one in questions.read_rows(files, read)]
 
 
 def _conversation(

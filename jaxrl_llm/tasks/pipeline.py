@@ -13,7 +13,7 @@ E = TypeVar("E")
 
 
 class Batches(Iterator[list[E]], Generic[E]):
-    """Batches of `batch_size`, in a new order each epoch; an incomplete last one is dropped.
+    """Batches of `batch_size` without end, in a new order each epoch.
 
     With `parts`, each a length and a share, of consecutive stretches of the source, each stretch has its
     share of any run of examples, and epochs of its own.
@@ -25,26 +25,19 @@ class Batches(Iterator[list[E]], Generic[E]):
         batch_size: int,
         *,
         seed: int,
-        epochs: int | None = None,
         parts: Sequence[tuple[int, float]] = (),
     ):
         if len(source) == 0:
             raise UserError("the data set is empty: it needs at least one example")
-        if epochs is not None and epochs * len(source) < batch_size:
-            raise UserError(
-                f"{epochs} epochs of {len(source)} examples do not fill one batch of {batch_size}: "
-                "use more epochs or a smaller batch"
-            )
         streams, end = list[Any](), 0
         for i, (count, _) in enumerate(parts or [(len(source), 1.0)]):
             own = int(np.random.SeedSequence((seed, i)).generate_state(1)[0]) if i else seed
             stretch = grain.MapDataset.range(end, end := end + count)
-            streams.append(stretch.seed(own).shuffle().repeat(epochs))
+            streams.append(stretch.seed(own).shuffle().repeat())
         stream: Any = streams[0]
         if len(streams) > 1:
             stream = grain.MapDataset.mix(streams, [share for _, share in parts])
         self._examples, self._size = stream.map(source.__getitem__), batch_size
-        self._batch_count = len(stream) // batch_size
         self._taken = 0
         self._identity: dict[str, Any] = {
             "examples": len(source),
@@ -53,12 +46,7 @@ class Batches(Iterator[list[E]], Generic[E]):
             **({"parts": [[*part] for part in parts]} if len(parts) > 1 else {}),
         }
 
-    def __len__(self) -> int:
-        return self._batch_count
-
     def __next__(self) -> list[E]:
-        if self._taken + self._size > self._batch_count * self._size:
-            raise StopIteration
         return self.draw(self._size)
 
     def draw(self, count: int) -> list[E]:

@@ -137,7 +137,8 @@ def terms(
     specs: Sequence[str], weights: Sequence[float] = (), judge: rewards.Scored | None = None
 ) -> dict[str, tuple[rewards.Scored, float]]:
     """Rewards by their names in the metrics, with their weights; the judge, if there is one, is the last."""
-    called = [(_short(spec), rewards.reward(spec)) for spec in specs]
+    short = lambda spec: spec.rpartition(":")[2] if ".py:" in spec else spec.partition(":")[0]
+    called = [(short(spec), rewards.reward(spec)) for spec in specs]
     called += [("judge", judge)] if judge else []
     if weights and len(weights) != len(called):
         raise UserError(f"--weights: {len(weights)} for {len(called)} rewards: give one each")
@@ -286,8 +287,3 @@ def _can_be_met(question: Question, spec: str) -> bool:
 
         return any(map(is_read, question.truths))
     return True
-
-
-def _short(spec: str) -> str:
-    """The name of a reward in the metrics."""
-    return spec.rpartition(":")[2] if ".py:" in spec else spec.partition(":")[0]

@@ -265,32 +265,19 @@ class RewardSettings:
     reported: set[str] = field(default_factory=set)
 
 
-def score_responses(
-    task: Task[E],
-    examples: Sequence[E],
-    responses: Sequence[str],
-    settings: RewardSettings | None = None,
-) -> list[Reward]:
-    """The responses' rewards; ungraded where it raises, is not finite or takes too long.
-
-    Logs a reward that takes over SLOW seconds, and each new kind of error. With one thread (the main
-    one) a late reward is interrupted. With several it is given up and goes on in the background;
-    there an endless regular expression, which keeps the GIL, stops all else for good, so several are
-    for rewards that wait. A task's UserError is raised, and StopRequested if a stop is requested.
-    """
-    groups = score_groups(task, examples, [[response] for response in responses], settings)
-    return [reward for [reward] in groups]
-
-
 def score_groups(
     task: Task[E],
     examples: Sequence[E],
     groups: Sequence[Sequence[str]],
     settings: RewardSettings | None = None,
 ) -> list[list[Reward]]:
-    """As `score_responses`, of several responses to each example.
+    """The rewards of responses to each example; ungraded where it raises, is not finite or takes too long.
 
-    A group that its task grades together is one call: it is ungraded as a whole.
+    A group that its task grades together is one call: it is ungraded as a whole. Logs a reward that
+    takes over SLOW seconds, and each new kind of error. With one thread (the main one) a late reward
+    is interrupted. With several it is given up and goes on in the background; there an endless
+    regular expression, which keeps the GIL, stops all else for good, so several are for rewards that
+    wait. A task's UserError is raised, and StopRequested if a stop is requested.
     """
     from jaxrl_llm.tasks import deadline
 
@@ -325,7 +312,7 @@ class Episodes:
     `rewards` are the newest, `turn_rewards` the scores of all.
     A step that raises, says what are no tokens of the tokenizer or takes too long ends its episode
     ungraded. Steps that are coroutines need no thread. What is logged when the block ends is what
-    `score_responses` logs.
+    `score_groups` logs.
     """
 
     def __init__(

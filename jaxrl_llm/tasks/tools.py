@@ -165,11 +165,6 @@ class Toolbox:
         except (Exception, SystemExit) as error:
             return _wrong(error), False
 
-    @property
-    def awaits(self) -> bool:
-        """True if a function is a coroutine."""
-        return any(map(inspect.iscoroutinefunction, self.functions))
-
     def _late(self) -> Exception:
         return TimeoutError(f"no result in {self.seconds:g} s")
 
@@ -334,7 +329,7 @@ class _Turns:
         ended = len(tokens) > 0 and tokens[-1] in self.tokenizer.stops
         calls = self.tools.read(self.tokenizer, turn, self.context) if ended else []
         made = calls[: self.tools.calls]
-        if self.tools.awaits:
+        if any(map(inspect.iscoroutinefunction, self.tools.functions)):
             return self._later(calls, made)
         return self._replied(calls, [self.tools.answer(call) for call in made])
 

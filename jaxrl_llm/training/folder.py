@@ -282,15 +282,13 @@ class RunFolder:
         if there and earlier not in (None, *there):
             raise UserError(f"--resume {earlier}: there are checkpoints of {there}")
         done = (max(there, default=0) if earlier is None else earlier) - first
-        if done > steps == 0:
-            raise UserError(
-                f"{self.path} has made {first + done} steps, more than the {first} that are asked for: give "
-                f"--steps {first + done} or more, or leave it out"
-            )
         if done > steps:
+            made = f"{done} steps of reinforcement, more than --steps {steps}"
+            if not steps:
+                done += first
+                made = f"{done} steps, more than the {first} that are asked for"
             raise UserError(
-                f"{self.path} has made {done} steps of reinforcement, more than --steps {steps}: "
-                f"give --steps {done} or more, or leave it out"
+                f"{self.path} has made {made}: give --steps {done} or more, or leave it out"
             )
 
     def require_steps(

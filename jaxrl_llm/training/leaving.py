@@ -18,11 +18,14 @@ from concurrent.futures import wait
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import NoReturn, Protocol
+from typing import TYPE_CHECKING, NoReturn
 
 from jaxrl_llm import forks
 from jaxrl_llm.background import in_background, repeating
 from jaxrl_llm.errors import StopRequested
+
+if TYPE_CHECKING:
+    from jaxrl_llm.training.clock import Clock
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 HURRY = 2.0  # seconds of grace after a second Ctrl-C
@@ -76,18 +79,9 @@ class Stop:
         os._exit(STALLED)
 
 
-class Watched(Protocol):
-    """The figures that a watch reads: the present phase with the time of its last progress, and its limit."""
-
-    @property
-    def now(self) -> tuple[str, float]: ...
-
-    def limit(self, least: float, factor: float) -> float: ...
-
-
 @contextmanager
 def stall_watchdog(
-    progress: Watched, *, least: float, factor: float, stalled: Callable[[str], None]
+    progress: "Clock", *, least: float, factor: float, stalled: Callable[[str], None]
 ) -> Iterator[None]:
     """For the block, calls `stalled(reason)` if there is no progress for longer than the limit.
 

@@ -92,14 +92,10 @@ def read(folder: Path) -> Run:
     path = folder / NAME
     try:
         run = json.loads(path.read_bytes())
-        version, was = run["version"], run.pop("sha256", None)
+        version, was = run.get("version"), run.pop("sha256", None)
     except (FileNotFoundError, NotADirectoryError) as error:
         raise UserError(f"{folder} is not the folder of a run: give what --out was") from error
-    except KeyError as error:
-        raise UserError(
-            f"{folder} was made by another version of this package: start anew"
-        ) from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise UserError(
             f"{path} is damaged: take it from a copy of the run; nothing was changed"
         ) from error
@@ -240,30 +236,12 @@ def continued(
 
 def with_stored_flags(make: Callable[..., Any], folder: Path) -> Callable[..., Any]:
     """`make` with its defaults replaced by the flags of the run in the folder."""
-    stored = flags_for(make, read(folder)["flags"])
-    signature = inspect.signature(make)
-
-    def flagged(*args: Any, **given: Any) -> Any:
-        return make(*args, **given)
-
+    stored, names = flags_for(make, read(folder)["flags"]), inspect.signature(make).parameters
+    stored = {name: value for name, value in stored.items() if name in names}
+    flagged: Any = functools.wraps(make)(lambda *args, **given: make(*args, **given))
     # by name, as flags are: the config may have got one without a default after one that has a stored one
-    flagged.__signature__ = signature.replace(  # pyright: ignore[reportFunctionMemberAccess]
-        parameters=[
-            parameter.replace(
-                default=stored.get(name, parameter.default), kind=_by_name(parameter.kind)
-            )
-            for name, parameter in signature.parameters.items()
-        ]
-    )
-    flagged.__doc__ = make.__doc__
-    flagged.__annotations__ = get_type_hints(make, include_extras=True)
+    flagged.__signature__ = inspect.signature(functools.partial(make, **stored))
     return flagged
-
-
-def _by_name(kind: Any) -> Any:
-    return (
-        inspect.Parameter.KEYWORD_ONLY if kind is inspect.Parameter.POSITIONAL_OR_KEYWORD else kind
-    )
 
 
 def flags_for(make: Callable[..., Any], flags: Mapping[str, Any]) -> dict[str, Any]:

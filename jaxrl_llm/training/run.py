@@ -258,7 +258,10 @@ class Run:
                     state = phase.train_step(state, step, self.log)
                     step += 1
         except (StopRequested, UserError) as error:
-            if step != saved and phase.keeps(step) and _may_save(error, state):
+            # not what another step has consumed; of several processes only on a stop, on which all agree
+            whole = not any(x.is_deleted() for x in jax.tree.leaves(state))
+            agreed = isinstance(error, StopRequested) or distributed.count() == 1
+            if step != saved and phase.keeps(step) and whole and agreed:
                 self.save(phase, step, state)
             raise
 
@@ -423,15 +426,6 @@ class Run:
                 stop=self.stop,
             )
         return result, time.perf_counter() - begun
-
-
-def _may_save(error: BaseException, state: TrainState) -> bool:
-    """True if the state can be saved after an error: not if another step has consumed it.
-
-    With several processes only on a stop, on which all agree; an error is one process's alone.
-    """
-    whole = not any(x.is_deleted() for x in jax.tree.leaves(state))
-    return whole and (isinstance(error, StopRequested) or distributed.count() == 1)
 
 
 def _components(

@@ -138,7 +138,7 @@ class Rollouts:
         """Metrics of the groups that `next(step)` gave, of all that it sampled, and of the last push."""
         figures = reinforce.describe_answers(self._graded, self._seconds)
         if self._config.max_resamples:
-            figures |= reinforce.describe_learned(groups, self._graded)
+            figures |= reinforce.in_short(groups, "learned") | {"drawn": float(len(self._graded))}
         lags = [step - one.versions[0] for one in trajectories(groups)]
         figures["lag"] = float(np.median(lags))
         if self._config.max_lag:

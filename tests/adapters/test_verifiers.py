@@ -24,6 +24,7 @@ from jaxrl_llm.objectives import Objective, advantages
 from jaxrl_llm.rollouts.engines import Native
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.training import journal
+from jaxrl_llm.training.leaving import Stop
 from jaxrl_llm.training.run import train
 from tests import tiny
 from tests.adapters import adding
@@ -170,7 +171,9 @@ def test_a_policy_that_calls_tools():
     with closing(known) as task, Native().start(model, tiny.mesh_of()) as sampler:
         sampler.push(adding.weights(shape, made), 1)
         sampling = Sampling(max_tokens=60, max_turns=4, stop=made.stops)
-        groups = TokenTask(task, made).sample(sampler, task.train, n=8, sampling=sampling)
+        groups = TokenTask(task, made).answer(
+            sampler, task.train, n=8, sampling=sampling, stop=Stop()
+        )
     results = adding.require_what_the_package_has(trajectories(groups))
     assert len(results) > 16
     assert {0, 1} < {*results}

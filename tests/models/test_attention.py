@@ -198,7 +198,7 @@ def test_it_is_lowered_for_nvidia(length, packed, tensor):
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 @pytest.mark.parametrize("name", ["h100x8", "rtx5090x8", "t4x8", "v5e-8"])
 def test_the_compiler_of_an_accelerator_takes_it(name, packed, tensor):
-    """Its own kernels (a T4 has none), then no length x length; nothing travels for attention but keys' gradients."""
+    """Its own kernels (a T4 has none) and no length x length; of attention keys' gradients alone travel."""
     try:
         devices = list(machine(name).devices)
     except UserError as error:

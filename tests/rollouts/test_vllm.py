@@ -757,6 +757,14 @@ def test_with_a_share_there_is_a_server_on_each_gpu(monkeypatch, count, visible,
     assert engines.Vllm(**settings)._beside_jax().devices == devices
 
 
+@pytest.mark.parametrize(("stats", "share"), [({"bytes_limit": 60}, 0.75), (None, 0.94)])
+def test_what_jax_has_of_a_gpu_is_what_its_allocator_says(monkeypatch, stats, share):
+    """It may have started by a rule of its own."""
+    gpus(monkeypatch, 1)
+    monkeypatch.setattr(engines, "gpu_memory", lambda: 80)
+    assert engines._held([SimpleNamespace(memory_stats=lambda: stats)]) == share
+
+
 @pytest.mark.parametrize("nvidia", [0, 1])
 def test_a_server_takes_its_share_where_the_one_that_starts_it_computes_on_the_cpu(
     monkeypatch, nvidia

@@ -39,6 +39,7 @@ from jaxrl_llm.rollouts.vllm.serverside import EXTENSION
 from jaxrl_llm.rollouts.vllm.sidecar import Launch, Sidecar
 from jaxrl_llm.tasks.task import Reward
 from jaxrl_llm.tasks.tools import Toolbox
+from jaxrl_llm.training.leaving import Stop
 from tests import tiny
 from tests.adapters import adding
 from tests.processes import kill
@@ -220,7 +221,9 @@ def test_episodes_with_tools(logs, monkeypatch):
     with ENGINE.start(Policy(definition), tiny.mesh_of(), logs / "tools") as made:
         made.push(weights, 1)
         sampling = Sampling(max_tokens=60, max_turns=6, stop=(words.eos,))
-        episodes = trajectories(task.sample(made, Words.train, n=64, sampling=sampling))
+        episodes = trajectories(
+            task.answer(made, Words.train, n=64, sampling=sampling, stop=Stop())
+        )
     said = Counter()
     for one in episodes:
         for start, _ in one.turns:
@@ -249,7 +252,9 @@ def test_episodes_of_verifiers_with_tools(logs):
     with closing(task), started as made:
         made.push(weights, 1)
         sampling = Sampling(max_tokens=60, max_turns=4, stop=words.stops)
-        groups = TokenTask(task, words).sample(made, task.train, n=16, sampling=sampling)
+        groups = TokenTask(task, words).answer(
+            made, task.train, n=16, sampling=sampling, stop=Stop()
+        )
     episodes = trajectories(groups)
     results = adding.require_what_the_package_has(episodes)
     difference = worst(weights, episodes, 1.0, definition)

@@ -32,6 +32,7 @@ from jaxrl_llm.tasks import endpoint as endpoints
 from jaxrl_llm.tasks.agents import Agent
 from jaxrl_llm.tasks.endpoint import endpoint
 from jaxrl_llm.tasks.task import RewardSettings
+from jaxrl_llm.training.leaving import Stop
 from tests import tiny
 from tests.adapters import adding
 from tests.reference.peer import needed
@@ -480,7 +481,7 @@ def test_eight_agents_are_answered_by_an_engine_and_learned_from():
     with Native(slots=8, prefill_prompts=4).start(model, tiny.mesh_of()) as sampler:
         sampler.push(params, 1)
         sampling = Sampling(max_tokens=120, max_turns=4, stop=words.stops)
-        groups = task.sample(sampler, ["3 + 4"] * 2, n=4, sampling=sampling)
+        groups = task.answer(sampler, ["3 + 4"] * 2, n=4, sampling=sampling, stop=Stop())
     played = trajectories(groups)
     assert all(one.reward.graded and one.restarts[0][0] == 0 for one in played)
     by_text = {}

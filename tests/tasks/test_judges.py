@@ -10,9 +10,10 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.tasks import judges, questions
 from jaxrl_llm.tasks.rewards import OfGroup
 from jaxrl_llm.tasks.tables import Question
-from jaxrl_llm.tasks.task import Reward, RewardSettings, score_groups, score_responses
+from jaxrl_llm.tasks.task import Reward, RewardSettings, score_groups
 from jaxrl_llm.training import journal
 from tests import public
+from tests.tasks.scoring import score_responses
 from tests.tasks.server import Server
 
 ASKED = Question("6 * 7?", ("42",), {})

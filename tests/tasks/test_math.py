@@ -12,7 +12,8 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.tasks.math.records import Problem
 from jaxrl_llm.tasks.math.task import MathTask, boxed_answer
 from jaxrl_llm.tasks.math.worker import AnswerChecker, Verdict
-from jaxrl_llm.tasks.task import RewardSettings, score_responses
+from jaxrl_llm.tasks.task import RewardSettings
+from tests.tasks.scoring import score_responses
 
 PROBLEM = Problem("What is one half?", (r"\frac{1}{2}",))
 

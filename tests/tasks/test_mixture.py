@@ -24,7 +24,6 @@ from jaxrl_llm.tasks.task import (
     Interactive,
     Reward,
     TeacherPrompter,
-    score_responses,
 )
 from jaxrl_llm.tasks.tools import Toolbox
 from jaxrl_llm.tasks.transfer import Transfer
@@ -33,6 +32,7 @@ from jaxrl_llm.training.components import Components
 from jaxrl_llm.training.leaving import Stop
 from tests import tiny
 from tests.rollouts.fake import Scripted
+from tests.tasks.scoring import score_responses
 from tests.training.quick import config as quick
 from tests.training.test_components import CONFIG, made_of
 from tests.training.test_evaluate import WORDS

@@ -26,9 +26,9 @@ from jaxrl_llm.tasks.task import (
     TaskExample,
     load_task,
     score_groups,
-    score_responses,
 )
 from jaxrl_llm.training.leaving import Stop, stoppable
+from tests.tasks.scoring import score_responses
 
 USER_TASK = """
 from jaxrl_llm.tasks.task import Reward
@@ -421,7 +421,8 @@ def test_a_reward_that_ends_the_program_ends_itself(threads, caplog):
 def test_a_reward_that_hangs_does_not_keep_the_program_from_its_end(threads):
     program = f"""
 import time
-from jaxrl_llm.tasks.task import RewardSettings, score_responses
+from jaxrl_llm.tasks.task import RewardSettings
+from tests.tasks.scoring import score_responses
 class Slow:
     name = "slow"
     def reward(self, example, response):
@@ -451,7 +452,8 @@ def test_a_reward_that_ends_when_its_time_does_is_whole_or_ungraded():
 FORKS = """
 import os, signal, subprocess, sys, time
 from multiprocessing import Pool
-from jaxrl_llm.tasks.task import Reward, RewardSettings, score_responses
+from jaxrl_llm.tasks.task import Reward, RewardSettings
+from tests.tasks.scoring import score_responses
 
 class Forks:
     name = "forks"
