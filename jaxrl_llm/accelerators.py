@@ -115,7 +115,7 @@ def begin(shared: float = 0.0) -> None:
 
 def leave(share: float) -> None:
     """Has JAX leave this share of each GPU to others, unless the environment said how much it takes."""
-    if not share or not (whole := _own_share()):
+    if not share or not (whole := own_share()):
         return
     if whole - share < LEAST:
         raise UserError(
@@ -124,23 +124,7 @@ def leave(share: float) -> None:
     os.environ[FRACTIONS[0]] = str(round(whole - share, 3))
 
 
-def divided(count: int) -> dict[str, str]:
-    """Variables with which each of so many processes takes its part of the GPUs.
-
-    None where the environment sets a share. A UserError where a part would be next to nothing.
-    """
-    whole, memory = _own_share(), gpu_memory()
-    if count == 1 or not whole or not present("nvidia"):
-        return {}
-    share = round(whole / count - (CONTEXT / memory if memory else 0.0), 3)
-    if share < LEAST:
-        raise UserError(
-            f"{count} processes on a GPU would have {share:.1%} of it each: fewer at a time"
-        )
-    return {FRACTIONS[0]: str(share)}
-
-
-def _own_share() -> float:
+def own_share() -> float:
     """JAX's share of a GPU by our rule; 0 where the environment sets another."""
     return _by_rule(gpu_memory()) if _set_by_others() is None else 0.0
 

@@ -219,11 +219,11 @@ def is_url(where: str | Path) -> bool:
 def local(where: str | Path, *, but: Collection[str] = (), bring: bool = True) -> Path:
     """The local folder of a path or URL; from a bucket all is pulled but folders named in `but`.
 
-    Without `bring` nothing is.
+    Without `bring` nothing is. It is absolute: a reward may change the working folder meanwhile.
     """
     if not is_url(where):
         try:
-            return Path(where).expanduser()
+            return Path(where).expanduser().absolute()
         except RuntimeError as error:
             raise UserError(
                 f"{where}: there is no such home folder: write the path out, or set HOME"
@@ -306,11 +306,21 @@ def delete(path: Path) -> None:
 
 
 def display_path(text: Any) -> str:
-    """The text with paths of mirrors replaced by their URLs, for messages."""
+    """The text with paths of mirrors replaced by their URLs."""
     text = str(text)
     for url, mirror in _MIRRORS.items():
         text = text.replace(str(mirror.folder), url)
     return text
+
+
+def shown(text: Any) -> str:
+    """As `display_path`, for people: a path below the working folder is written from there on."""
+    try:
+        here = re.escape(os.path.join(os.getcwd(), ""))
+    except OSError:  # somebody has removed it
+        here = "/"
+    text = display_path(text)
+    return re.sub(rf"(?<![\w./~-]){here}(?=\w)", "", text) if here != "/" else text
 
 
 class _Mirror:

@@ -15,6 +15,7 @@ from jaxrl_llm import accelerators
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.models import sharding
 from jaxrl_llm.planning import machines
+from jaxrl_llm.research.runner import divided
 from tests.training.process import port
 
 NVRM = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.183.01  Sun May 12 19:39:15 UTC 2024\n"
@@ -284,19 +285,19 @@ def test_devices_that_jax_will_run_on(host, monkeypatch, files, platforms, visib
 def test_processes_that_share_the_gpus(smi, monkeypatch):
     """Each takes its part, less what CUDA takes for it; what the environment says stays, and so does a CPU."""
     monkeypatch.setenv("PATH", "/bin:/usr/bin")
-    assert accelerators.divided(4) == {SHARE: "0.235"}  # the driver says nothing: 0.94 / 4
+    assert divided(4) == {SHARE: "0.235"}  # the driver says nothing: 0.94 / 4
     smi(0)
     accelerators.gpu_memory.cache_clear()
     accelerators.prepare()
-    assert accelerators.divided(1) == {}
-    assert accelerators.divided(4) == {SHARE: "0.228"}  # less 560 / 80,000
+    assert divided(1) == {}
+    assert divided(4) == {SHARE: "0.228"}  # less 560 / 80,000
     with pytest.raises(UserError, match="40 processes on a GPU would have"):
-        accelerators.divided(40)
+        divided(40)
     monkeypatch.setenv(SHARE, "0.3")
-    assert accelerators.divided(4) == {}
+    assert divided(4) == {}
     monkeypatch.delenv(SHARE)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert accelerators.divided(4) == {}
+    assert divided(4) == {}
 
 
 def test_compiled_programs_are_kept_beside_an_accelerator(host):

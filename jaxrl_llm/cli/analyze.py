@@ -81,4 +81,4 @@ def main(run: str, /, options: Annotated[Options, tyro.conf.arg(name="")] = Opti
     console.print(analysis_report.table(figures))
     analysis_report.write(figures, target)
     storage.push(target)
-    console.print(f"written to {storage.display_path(target)}")
+    console.print(f"written to {storage.shown(target)}")

@@ -73,13 +73,13 @@ def main(words: list[str] | None = None) -> None:
         try:
             _run(sys.argv[1:] if words is None else words)
         except UserError as error:
-            text = storage.display_path(" ".join(str(error).split()))
+            text = storage.shown(" ".join(str(error).split()))
             print(f"jaxrl-llm: {printable(text)}", file=sys.stderr)
             raise SystemExit(2) from error
         except OSError as error:
             if isinstance(error, BrokenPipeError):
                 raise
-            text = storage.display_path(f"{error.filename or 'a file'}: {error.strerror or error}")
+            text = storage.shown(f"{error.filename or 'a file'}: {error.strerror or error}")
             print(f"jaxrl-llm: cannot read or write {printable(text)}", file=sys.stderr)
             raise SystemExit(2) from error
         except KeyboardInterrupt as error:
@@ -132,7 +132,7 @@ class _Said(logging.Handler):
         kind = "warning: " if record.levelno >= logging.WARNING else ""
         # the terminal may be closed, or a signal may have come while it is written to
         with contextlib.suppress(OSError, RuntimeError):
-            said = storage.display_path(kind + record.getMessage())
+            said = storage.shown(kind + record.getMessage())
             print(printable(said), file=sys.stderr, flush=True)
 
 
@@ -165,5 +165,5 @@ def _closed_output() -> Iterator[None]:
             raise
         from jaxrl_llm.training import terminal
 
-        terminal.silence()  # or Python's flush at exit fails again
+        terminal.silence(sys.stdout)  # or Python's flush at exit fails again
         raise SystemExit(1) from error

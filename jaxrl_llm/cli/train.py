@@ -1,6 +1,8 @@
 """`jaxrl-llm train`: a whole run of a config."""
 
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from shutil import which
 from typing import Annotated, Literal
@@ -161,12 +163,13 @@ def main(options: Options, config: Config, source: Source) -> None:
     with (
         stoppable(stop, grace=options.grace, minutes=options.max_minutes),
         distributed.initialize(options.process, stop, lost=options.lost),
+        terminal.alone() if options.json else nullcontext() as records,
     ):
         silent = (options.quiet or options.json) and not options.dry_run
         console = terminal.console(quiet=silent or not distributed.first())
         if options.dry_run:
             return _dry_run(config, options, source, console)
-        from jaxrl_llm.training.journal import printed
+        from jaxrl_llm.training.journal import print_to
         from jaxrl_llm.training.run import Session, train  # not needed to plan, or for help
 
         try:
@@ -180,7 +183,7 @@ def main(options: Options, config: Config, source: Source) -> None:
                 session=Session(
                     stop,
                     console,
-                    printed if options.json else None,
+                    records and partial(print_to, records),
                     (60 * options.stall_minutes, options.stall_factor),
                 ),
             )

@@ -1,7 +1,7 @@
 """`Objective`: a policy-gradient loss as a record of pure functions, in order of application."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -109,6 +109,17 @@ class Objective:
     def reads(self, *fields: str) -> bool:
         """True if any function of the objective reads one of these fields of `TokenData`."""
         return not self._read(self._everything).isdisjoint(fields)
+
+    @property
+    def compares(self) -> bool:
+        """True if responses to a prompt that are worth the same teach nothing: their advantages are 0."""
+        if self.reads("teacher_logp", "teacher_top", "turn_reward"):
+            return False
+        count = self.tried_on[1]
+        few = replace(self, tried_on=(2, count, 1))._example()
+        data = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), few)
+        reward = jnp.repeat(jnp.arange(2.0)[:, None], count, 1)  # of each prompt another
+        return not jnp.any(self._advantage(reward, data))
 
     @property
     def corrects(self) -> bool:

@@ -295,7 +295,7 @@ def _make(
             grid.out / "logs",
             workers=workers,
             threads=threads,
-            environment=_environment(grid.out) | accelerators.divided(workers),
+            environment=_environment(grid.out) | divided(workers),
             stop=stop,
             say=say,
         )
@@ -304,6 +304,22 @@ def _make(
         f"{len(warm) + len(left)} runs to make, {workers} at a time, {threads} cores each, in {grid.out}"
     )
     return make([*warm.values()]) | make(left)  # a run without its warm start fails, and says so
+
+
+def divided(count: int) -> dict[str, str]:
+    """Variables with which each of so many processes takes its part of the GPUs.
+
+    None where the environment sets a share. A UserError where a part would be next to nothing.
+    """
+    whole, memory = accelerators.own_share(), accelerators.gpu_memory()
+    if count == 1 or not whole or not accelerators.present("nvidia"):
+        return {}
+    share = round(whole / count - (accelerators.CONTEXT / memory if memory else 0.0), 3)
+    if share < accelerators.LEAST:
+        raise UserError(
+            f"{count} processes on a GPU would have {share:.1%} of it each: fewer at a time"
+        )
+    return {accelerators.FRACTIONS[0]: str(share)}
 
 
 def _environment(out: Path) -> dict[str, str]:

@@ -180,8 +180,16 @@ def interrupting(every: float) -> Iterator[Callable[[Call], Outcome]]:
         signal.signal(_SIGNAL, before or signal.SIG_DFL)
 
 
+def _working_folder() -> str:
+    """The folder that relative paths begin at; empty where it has been removed."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return ""
+
+
 class _Interrupter:
-    """Makes a call, after which timers, handlers of signals and the trace are as they were."""
+    """Makes a call, after which timers, handlers of signals, the trace and the working folder are as they were."""
 
     def __init__(self, every: float):
         self.every, self.handlers = every, dict[signal.Signals, Any]()
@@ -192,6 +200,7 @@ class _Interrupter:
     def __call__(self, call: Call) -> Outcome:
         self._reason, self._not_before = None, 0.0
         alarm, trace = signal.getitimer(signal.ITIMER_REAL), sys.gettrace()
+        folder = _working_folder()
         signal.setitimer(_TIMER, self.every, self.every)
         result, error = None, None
         try:
@@ -205,6 +214,8 @@ class _Interrupter:
         sys.settrace(trace)
         signal.setitimer(_TIMER, 0)
         signal.setitimer(signal.ITIMER_REAL, *alarm)
+        if folder and _working_folder() != folder:
+            os.chdir(folder)
         for number, handler in self.handlers.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)

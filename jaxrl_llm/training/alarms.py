@@ -14,13 +14,12 @@ FAILING = 0.1  # share of ungraded responses
 COLLAPSED = 0.1  # share of the value at the start of reinforcement
 
 
-def alarms(records: Records) -> dict[str, str]:
-    """Warnings about the last of these records: texts by kind."""
+def alarms(records: Records, compares: bool = True) -> dict[str, str]:
+    """Warnings about the last of these records, by kind; `compares`: equal rewards teach nothing."""
     checks = {
         "ungraded": _ungraded,
         "skipped": _skipped,
-        "reward": _same_reward,
-        "flat": _flat,
+        **({"reward": _same_reward, "flat": _flat} if compares else {}),
         "entropy": lambda found: _collapsed("entropy", found),
         "length": lambda found: _collapsed("length", found),
     }

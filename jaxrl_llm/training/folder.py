@@ -385,7 +385,6 @@ class RunFolder:
         if (where := where or recorded) is None:
             return None
         there = RunFolder(where, bring=False)
-        there.path = there.path.absolute()
         # once this run has a checkpoint it needs nothing of the other
         if storage.display_path(there.path) != recorded or not self.checkpoints().steps:
             there.pull()

@@ -5,13 +5,12 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
 import rich.console
 
 from jaxrl_llm import storage
 from jaxrl_llm.errors import printable
-from jaxrl_llm.training import terminal
 
 if TYPE_CHECKING:
     from jaxrl_llm.training.loggers import Loggers
@@ -197,9 +196,8 @@ class Journal:
         storage.write(folder / f"step-{step:06d}.md", "\n".join(lines))
 
 
-def printed(record: Mapping[str, Any]) -> None:
-    """Prints a record as a line of JSON on standard output, while somebody reads that."""
-    output = terminal.console().file
+def print_to(output: IO[str], record: Mapping[str, Any]) -> None:
+    """Prints a record as a line of JSON, while somebody reads that."""
     output.write(json.dumps(record) + "\n")
     output.flush()
 

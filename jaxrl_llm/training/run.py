@@ -209,7 +209,7 @@ class Run:
                 config.engine.start(components.policy, components.mesh, folder.path, alive)
             )
             sampler.prompt_length = components.prompt_length
-            log = RunLog(journal, clock, config.max_ungraded)
+            log = RunLog(journal, clock, config.max_ungraded, config.loss.compares)
             stack.enter_context(repeating(log.tell, WAIT))
             rollouts = Rollouts(components, sampler, log, stop)
             stack.callback(rollouts.close)
@@ -464,7 +464,7 @@ def _explained(folder: RunFolder, console: rich.console.Console) -> Iterator[Non
         yield
     except StopRequested:
         known = folder.checkpoints().steps
-        saved = f"stopped and saved in {storage.display_path(folder.path)}; go on with --resume"
+        saved = f"stopped and saved in {storage.shown(folder.path)}; go on with --resume"
         console.print(saved if known else "stopped before there was anything to save")
         raise
     except OSError as error:
@@ -603,7 +603,7 @@ def _summarise(
     from jaxrl_llm.training import curves, tables
 
     curves.draw([folder], folder / curves.PICTURE)
-    where = storage.display_path(folder)
+    where = storage.shown(folder)
     if tested is None:
         journal.say(f"nothing was left to do in {where}")
         return

@@ -2,6 +2,8 @@
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from typing import IO, Any, cast
 
 import rich.console
@@ -49,32 +51,46 @@ def excerpt(text: str, *, lines: int = 12, width: int = 400) -> str:
 
 
 class _Output:
-    """Standard output, looked up at every write because it may be replaced."""
+    """Standard output as it is now: a reward that captures what it prints gets nothing of a run's own."""
+
+    def __init__(self, stream: Any = None):
+        # not the proxy that rich sets during live displays
+        self._stream = stream or getattr(sys.stdout, "rich_proxied_file", sys.stdout)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(_stdout(), name)
+        return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
         try:
-            return _stdout().write(text)
+            return self._stream.write(text)
         except OSError:
-            silence()
+            silence(self._stream)
             return len(text)
 
     def flush(self) -> None:
         try:
-            _stdout().flush()
+            self._stream.flush()
         except OSError:
-            silence()
+            silence(self._stream)
 
 
-def _stdout() -> Any:
-    """Standard output itself, not the proxy that rich sets during live displays."""
-    return getattr(sys.stdout, "rich_proxied_file", sys.stdout)
+@contextmanager
+def alone() -> Iterator[IO[str]]:
+    """Standard output, to which for the block nobody else prints: what they do goes to standard error."""
+    sys.stdout.flush()
+    with ExitStack() as stack:
+        out: Any = sys.stdout
+        with suppress(OSError, ValueError):  # in a notebook or a test it is no file
+            number = sys.stdout.fileno()
+            out = stack.enter_context(os.fdopen(os.dup(number), "w"))
+            stack.callback(os.dup2, out.fileno(), number)
+            os.dup2(sys.stderr.fileno(), number)  # programs that are started, too
+        stack.enter_context(redirect_stdout(sys.stderr))
+        yield cast(IO[str], _Output(out))
 
 
-def silence() -> None:
+def silence(stream: Any) -> None:
     """Discards all later output, and what is still in the buffer."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, _stdout().fileno())
+    os.dup2(nowhere, stream.fileno())
     os.close(nowhere)

@@ -187,7 +187,7 @@ def test_runs_share_a_gpu_only_where_that_is_asked_for(
     monkeypatch.setattr(pool, "available", lambda: [0, 1, 2])
     monkeypatch.setattr(accelerators, "in_use", lambda: devices)
     monkeypatch.setattr(
-        accelerators, "divided", lambda n: {} if n != 4 else {"XLA_CLIENT_MEM_FRACTION": "0.2"}
+        runner, "divided", lambda n: {} if n != 4 else {"XLA_CLIENT_MEM_FRACTION": "0.2"}
     )
     planned(small, "--out", out, "--jobs", str(jobs))
     assert planned.how["workers"] == workers

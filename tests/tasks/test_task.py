@@ -2,6 +2,7 @@ import contextlib
 import gc
 import logging
 import os
+import pathlib
 import re
 import signal
 import subprocess
@@ -310,6 +311,23 @@ def test_a_reward_that_hangs_is_interrupted(hanging, monkeypatch):
     assert [r.graded for r in scored] == [True, False, True, False]
     assert [r.score for r in scored] == [5.0, 0.0, 7.0, 0.0]
     assert handled() == before
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_the_working_folder_is_as_it_was_after_a_reward(tmp_path, monkeypatch, removed):
+    """One that runs programs may be elsewhere, and what is relative would be there then."""
+    monkeypatch.chdir(tmp_path)
+
+    def elsewhere(_):
+        (folder := tmp_path / "scratch").mkdir()
+        os.chdir(folder)
+        if removed:
+            folder.rmdir()
+        return Reward(1.0, True)
+
+    [said] = score_responses(Fake([elsewhere]), [1], ["0"])
+    assert said.score == 1.0
+    assert pathlib.Path.cwd() == tmp_path
 
 
 @pytest.mark.parametrize("hanging", HANGING)

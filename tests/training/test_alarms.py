@@ -80,6 +80,12 @@ def test_a_reward_that_never_differs_is_explained(changes, said):
     assert said in alarms(steps(2, **SAME | changes))["reward"]
 
 
+def test_equal_rewards_are_no_alarm_where_something_else_teaches():
+    assert alarms(steps(2, **SAME), compares=False) == {}
+    assert alarms(steps(5, constant_groups=1.0), compares=False) == {}
+    assert list(alarms(steps(5, ungraded_share=0.2), compares=False)) == ["ungraded"]
+
+
 class Counting(list):
     """Records that count how many of them are read."""
 

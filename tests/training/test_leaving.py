@@ -1,5 +1,7 @@
 """Leaving: asked for by signals and the clock, in good order and in time; and a terminal that closes."""
 
+import contextlib
+import io
 import os
 import pty
 import signal
@@ -218,6 +220,37 @@ assert stop.requested
 
 def test_a_signal_finds_no_lock_that_it_interrupts():
     subprocess.run([sys.executable, "-c", HAMMERED], check=True, timeout=600)
+
+
+def test_what_a_run_prints_is_not_captured_by_a_reward(capsys):
+    """It may capture what a program prints, while a thread tells how far the run is."""
+    console = terminal.console()
+    with contextlib.redirect_stdout(io.StringIO()) as captured:
+        print("42")
+        console.print("1 min so far")
+    assert captured.getvalue() == "42\n"
+    assert capsys.readouterr().out == "1 min so far\n"
+
+
+RECORDS = """
+import os
+from jaxrl_llm.training import terminal
+print("before", flush=True)
+with terminal.alone() as out:
+    print("of a reward")
+    os.system("echo of its program")
+    out.write("record\\n")
+    out.flush()
+print("after")
+"""
+
+
+def test_standard_output_has_records_alone():
+    done = subprocess.run(
+        [sys.executable, "-c", RECORDS], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "before\nrecord\nafter\n"
+    assert sorted(done.stderr.splitlines()) == ["of a reward", "of its program"]
 
 
 SPEAKS = """

@@ -49,6 +49,17 @@ def test_a_failing_write_leaves_the_old_file_whole(tmp_path, monkeypatch):
     assert path.read_text() == "new"
 
 
+def test_a_folder_stays_where_it_is_when_the_working_folder_changes(tmp_path, monkeypatch):
+    """A reward may change it while a checkpoint is written; people are shown the path that they gave."""
+    monkeypatch.chdir(tmp_path)
+    folder = storage.local("runs/a")
+    assert storage.shown(f"cannot write to {folder}: full") == "cannot write to runs/a: full"
+    assert storage.shown(tmp_path.parent) == str(tmp_path.parent)
+    monkeypatch.chdir("/")
+    assert folder == tmp_path / "runs" / "a"
+    assert storage.shown(folder) == str(folder)
+
+
 @pytest.fixture
 def synced(monkeypatch):
     """What is synced to disk, in order: the name, and the content or the names in it by then."""
@@ -288,7 +299,7 @@ def test_a_path_from_home_is_in_it(tmp_path, monkeypatch):
     """As of `--out=~/run`, in which no shell has written it out."""
     monkeypatch.setenv("HOME", str(tmp_path))
     assert storage.local("~/run") == tmp_path / "run"
-    assert storage.local("a/~") == Path("a/~")
+    assert storage.local("a/~") == Path("a/~").absolute()
     with pytest.raises(UserError, match="~nobody-here/run: there is no such home"):
         storage.local("~nobody-here/run")
 
@@ -301,7 +312,7 @@ def test_what_is_a_url_and_what_a_path():
         assert storage.is_url(where)
     for where in ("runs/a", "/runs/a", "s3/a", ".", "a:b", "s3:", Path("a//b")):
         assert not storage.is_url(where)
-        assert storage.local(where) == Path(where)
+        assert storage.local(where) == Path(where).absolute()
 
 
 @pytest.mark.parametrize(
@@ -647,7 +658,7 @@ def test_a_file_is_sent_where_it_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("/picture.png", "picture.png", "a/picture.png", str(tmp_path / "picture.png")):
         with storage.upload_after(name) as path:
-            assert path == Path(name)
+            assert path == Path(name).absolute()
 
 
 def test_a_file_in_no_folder_of_a_bucket_is_refused():
