@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
@@ -62,7 +63,7 @@ class Environments:
     def _begun(self, row: Row) -> Any:
         """An object that was reset; UserError if it says something else than those before it."""
         environment = self.factory()
-        said = environment.reset(**row)
+        said = environment.reset(**deepcopy({**row}))  # it may change what it is given
         if not isinstance(said, str | None):
             kind = type(said).__name__
             raise UserError(f"{self.name}: reset() returned a {kind}: let it return a text or None")

@@ -7,6 +7,7 @@ import string
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from numbers import Real
@@ -170,7 +171,8 @@ def adapted(function: Callable[..., Any], name: str) -> Scored:
 
     `(example, response)`, with the row as the example, is this package's, as is `(example, responses)`
     of a group; `(completions, **columns)` TRL's, called with a group;
-    `(data_source, solution_str, ground_truth, extra_info)` verl's.
+    `(data_source, solution_str, ground_truth, extra_info)` verl's. Each call has copies of the data,
+    which it may change.
     """
     parameters = inspect.signature(function).parameters
     takes_all = any(one.kind is one.VAR_KEYWORD for one in parameters.values())
@@ -188,13 +190,10 @@ def adapted(function: Callable[..., Any], name: str) -> Scored:
         chat, count = not isinstance(question.prompt, str), len(responses)
         messages = [[{"role": "assistant", "content": one}] for one in responses]
         prompt = list(question.prompt) if chat else question.prompt
-        columns = {
-            n: [x] * count for n, x in question.row.items() if n not in ("prompt", "completion")
-        }
-        completions = messages if chat else [*responses]
-        return function(
-            **named(columns | {"prompts": [prompt] * count, "completions": completions})
-        )
+        columns = {n: x for n, x in question.row.items() if n not in ("prompt", "completion")}
+        given = named(columns | {"prompts": prompt, "completions": ()})
+        each = {n: [deepcopy(x) for _ in range(count)] for n, x in given.items()}
+        return function(**each | {"completions": messages if chat else [*responses]})
 
     def for_verl(question: Question, response: str) -> Any:
         row, truth = question.row, next(iter(question.truths), None)
@@ -207,14 +206,14 @@ def adapted(function: Callable[..., Any], name: str) -> Scored:
             "ground_truth": (row.get("reward_model") or {}).get("ground_truth", truth),
             "extra_info": row.get("extra_info") or {},
         }
-        return function(**named(parts))
+        return function(**deepcopy(named(parts)))
 
     if "completions" in parameters:
         call = for_trl
     elif "solution_str" in parameters:
         call = for_verl
     elif len(needed) == 2 and next(iter(parameters)) != "response":
-        call = lambda question, response: function(question.row, response)
+        call = lambda question, response: function(*deepcopy((question.row, response)))
     else:
         raise UserError(
             f"--reward {name} takes ({', '.join(parameters)}): write it as reward(example, response), as "

@@ -113,6 +113,17 @@ def test_what_reset_says_is_a_text():
         Environments("pictures", Pictures, rows(3), []).prompt(rows(3)[0])
 
 
+def test_a_reset_that_changes_its_row_changes_no_data():
+    class Marking(Guessing):
+        def reset(self, prompt, **row):
+            prompt[-1]["content"] += " ;"
+            return Guessing.reset(self, **row)
+
+    data = [{"prompt": [{"role": "user", "content": "guess"}], "number": 3}]
+    prompt = Environments("marking", Marking, data, []).prompt(data[0])
+    assert prompt[-1]["content"] == data[0]["prompt"][0]["content"] == "guess"
+
+
 class Owning(Guessing):
     """Says its reward as TRL has it, and has attributes that are no tools."""
 

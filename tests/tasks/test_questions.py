@@ -716,6 +716,24 @@ def verl_numpy(solution_str):
 
 def trl_array(completions, **kwargs):
     return numpy.asarray([0.5] * len(completions), numpy.float32)
+
+def takes(example, response):
+    return float(response == example.pop("reward_model")["ground_truth"])
+
+def sorts(example, responses):
+    example["prompt"].clear()
+    responses.sort()
+    return [float(response == "a") for response in responses]
+
+def trl_marks(completions, prompts, extra_info):
+    for prompt, more in zip(prompts, extra_info, strict=True):
+        prompt[-1]["content"] += " (seen)"
+        more["index"] += 1
+    return [p[-1]["content"].count("seen") + m["index"] for p, m in zip(prompts, extra_info)]
+
+def verl_marks(solution_str, extra_info):
+    extra_info["index"] += 1
+    return extra_info["index"]
 '''  # fmt: skip
 
 
@@ -805,6 +823,21 @@ def test_a_function_may_see_the_group(functions, tmp_path, name):
     few = questions.task(source, [f"{tmp_path / 'my.py'}:too_few"], held_out=0)
     assert score_groups(few, [few.train[0]], [["a", "b"]]) == [[UNGRADED] * 2]
     assert not isinstance(questions.task(source, ["exact"], held_out=0), GradesGroups)
+
+
+@pytest.mark.parametrize(
+    ("name", "scores"),
+    [("takes", (0, 0, 1)), ("sorts", (0, 1, 0)), ("trl_marks", (2, 2, 2)), ("verl_marks", (1, 1, 1))],
+)  # fmt: skip
+def test_a_reward_that_changes_what_it_is_given_changes_no_data(functions, tmp_path, name, scores):
+    """Neither those that are trained on nor those that another response, or another reward, is graded by."""
+    spec = f"{tmp_path / 'my.py'}:{name}"
+    made = questions.task(written(tmp_path, [VERL]), [spec], held_out=0)
+    [one], responses = made.train, ["b", "a", "42"]
+    for _ in range(2):
+        [graded] = score_groups(made, [one], [responses])
+        assert [(each.score, each.graded) for each in graded] == [(x, True) for x in scores]
+    assert (one.prompt, one.row, responses) == (tuple(USER), VERL, ["b", "a", "42"])
 
 
 @pytest.mark.parametrize("reward", [lambda example, response: 1.0, [len], 7])
