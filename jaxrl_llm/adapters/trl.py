@@ -1,6 +1,5 @@
 """Environments as TRL's trainers take them (`environment_factory`), as tasks; needs no TRL."""
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
@@ -9,6 +8,7 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
+from jaxrl_llm.background import waited_for
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.reward import Reward
 from jaxrl_llm.tasks.task import Environment, Prompt
@@ -22,8 +22,7 @@ def own_reward(environment: Any, response: str) -> float:
     del response
     if not hasattr(environment, "get_reward"):
         return environment.reward
-    said = environment.get_reward()
-    return asyncio.run(said) if inspect.iscoroutine(said) else said
+    return waited_for(environment.get_reward())
 
 
 @dataclass(frozen=True)

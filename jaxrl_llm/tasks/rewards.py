@@ -1,6 +1,5 @@
 """Rewards by name, and functions written for other trainers, as functions of a question and a response."""
 
-import asyncio
 import inspect
 import re
 import string
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import userfile
-from jaxrl_llm.background import once
+from jaxrl_llm.background import once, waited_for
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.reward import Reward
 from jaxrl_llm.tasks.tables import LETTERS, Question, answer_of, boxed, final
@@ -226,8 +225,7 @@ def adapted(function: Callable[..., Any], name: str) -> Scored:
         return reward
 
     def each(question: Question, responses: Any, count: int) -> list[Reward | None]:
-        result = call(question, responses)
-        result = asyncio.run(result) if inspect.iscoroutine(result) else result
+        result = waited_for(call(question, responses))
         result = result.tolist() if hasattr(result, "tolist") else result  # of NumPy, torch
         listed = [*result] if isinstance(result, list | tuple) else [result]
         if len(listed) != count:

@@ -1,12 +1,13 @@
 """Classes in the style of TRL's `environment_factory`, used as they are."""
 
+import asyncio
 import functools
 import gc
 import random
 
 import pytest
 
-from jaxrl_llm.adapters.trl import Environments
+from jaxrl_llm.adapters.trl import Environments, own_reward
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning.groups import TokenTask
 from jaxrl_llm.models import tokenizer
@@ -156,6 +157,18 @@ def test_get_reward_is_the_reward_and_no_tool(kind, scores):
     assert tuple(one.score for one in tried) == scores
     assert all(one.graded for one in tried)
     assert [*task.task.prompt(task.task.train[0]).tools.schemas] == ["guess"]
+
+
+def test_get_reward_may_wait_where_an_event_loop_runs():
+    """As one does in a notebook."""
+    world = Later()
+    world.reset(3)
+    world.guess("3"), world.guess("3")
+
+    async def cell():
+        return own_reward(world, "")
+
+    assert asyncio.run(cell()) == own_reward(world, "") == 1.0
 
 
 def test_methods_are_tools_and_each_response_has_an_object_of_its_own():

@@ -1,5 +1,6 @@
 """Tables of questions as others publish them: what is asked, what is right; rewards by name and by others."""
 
+import asyncio
 import csv
 import gzip
 import io
@@ -24,7 +25,7 @@ from jaxrl_llm.rollouts.trajectory import Trajectory
 from jaxrl_llm.tasks import conversations, questions, rewards
 from jaxrl_llm.tasks.reflection import WithReflection
 from jaxrl_llm.tasks.tables import Question
-from jaxrl_llm.tasks.task import UNGRADED, GradesGroups, Reward, score_groups
+from jaxrl_llm.tasks.task import UNGRADED, GradesGroups, Reward, RewardSettings, score_groups
 from jaxrl_llm.tasks.tools import Toolbox
 from jaxrl_llm.training import journal
 from tests import public
@@ -650,6 +651,7 @@ def test_a_thought_that_the_template_has_begun_is_one(wrapped):
 # Functions that were written for this package, for TRL and for verl.
 
 FUNCTIONS = '''
+import asyncio
 import re
 import numpy
 from jaxrl_llm.tasks.task import Reward
@@ -730,6 +732,10 @@ def trl_marks(completions, prompts, extra_info):
         prompt[-1]["content"] += " (seen)"
         more["index"] += 1
     return [p[-1]["content"].count("seen") + m["index"] for p, m in zip(prompts, extra_info)]
+
+async def waits(example, response):
+    await asyncio.sleep(3600 if response == "hangs" else 0)
+    return 1.0
 
 def verl_marks(solution_str, extra_info):
     extra_info["index"] += 1
@@ -823,6 +829,21 @@ def test_a_function_may_see_the_group(functions, tmp_path, name):
     few = questions.task(source, [f"{tmp_path / 'my.py'}:too_few"], held_out=0)
     assert score_groups(few, [few.train[0]], [["a", "b"]]) == [[UNGRADED] * 2]
     assert not isinstance(questions.task(source, ["exact"], held_out=0), GradesGroups)
+
+
+@pytest.mark.parametrize("notebook", [False, True])
+def test_a_reward_may_wait_where_an_event_loop_runs(functions, tmp_path, notebook):
+    """As one does in a notebook; its time is limited there too."""
+    spec = f"{tmp_path / 'my.py'}:waits"
+    made = questions.task(written(tmp_path, [VERL]), [spec], held_out=0)
+    responses, limit = ["a", "hangs", "b"], RewardSettings(seconds=0.5)
+    score = lambda: score_groups(made, made.train, [responses], limit)
+
+    async def cell():
+        return score()
+
+    [graded] = asyncio.run(cell()) if notebook else score()
+    assert [(one.score, one.graded) for one in graded] == [(1, True), (0, False), (1, True)]
 
 
 @pytest.mark.parametrize(
