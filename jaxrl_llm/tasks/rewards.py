@@ -225,8 +225,7 @@ def adapted(function: Callable[..., Any], name: str) -> Scored:
         return reward
 
     def each(question: Question, responses: Any, count: int) -> list[Reward | None]:
-        result = waited_for(call(question, responses))
-        result = result.tolist() if hasattr(result, "tolist") else result  # of NumPy, torch
+        result = _plain(waited_for(call(question, responses)))
         listed = [*result] if isinstance(result, list | tuple) else [result]
         if len(listed) != count:
             raise ValueError(f"{name} returned {len(listed)} for {count} responses")
@@ -237,13 +236,19 @@ def adapted(function: Callable[..., Any], name: str) -> Scored:
     return scored
 
 
+def _plain(result: Any) -> Any:
+    """A number or an array of NumPy or torch as Python's own."""
+    return result.tolist() if hasattr(result, "tolist") else result
+
+
 def as_reward(result: Any, name: str) -> Reward:
     """The result of a function as a Reward: a number, or verl's dict with a score."""
     if isinstance(result, Reward):
         return result
     fields: dict[str, float] = {}
     if isinstance(result, Mapping):
-        numbers = {n: float(x) for n, x in result.items() if isinstance(x, Real)}
+        plain = {n: _plain(x) for n, x in result.items()}
+        numbers = {n: float(x) for n, x in plain.items() if isinstance(x, Real)}
         fields = {n: x for n, x in numbers.items() if n != "score"}
         if "score" not in numbers:
             has = ", ".join(map(str, result)) or "nothing"

@@ -716,6 +716,13 @@ def without_score(example, response):
 def verl_numpy(solution_str):
     return {"score": numpy.float32(0.5), "acc": numpy.int64(1)}
 
+def verl_scalars(solution_str):
+    right = numpy.bool_(solution_str == "42")
+    return {"score": numpy.array(0.5), "acc": right, "seen": right, "all": numpy.ones(2)}
+
+def verl_verdict(solution_str):
+    return {"score": numpy.True_}
+
 def trl_array(completions, **kwargs):
     return numpy.asarray([0.5] * len(completions), numpy.float32)
 
@@ -790,6 +797,9 @@ def test_functions_are_taken_as_they_are_written(functions, tmp_path):
         ("trl_waits", plain, "", Reward(0.25, False)),
         ("compute_score", chat, "42", Reward(0.75, True, {"acc": 1.0})),
         ("verl_numpy", chat, "", Reward(0.5, True, {"acc": 1.0})),
+        ("verl_scalars", chat, "42", Reward(0.5, True, {"acc": 1.0, "seen": 1.0})),
+        ("verl_scalars", chat, "41", Reward(0.5, False, {"acc": 0.0, "seen": 0.0})),
+        ("verl_verdict", chat, "", Reward(1.0, True)),
         ("trl_array", plain, "", Reward(0.5, False)),
     ]:
         assert functions(name)(question, response) == reward
