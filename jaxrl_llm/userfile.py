@@ -100,6 +100,17 @@ def read(path: Path, kind: str) -> str:
         raise UserError(f"cannot read {kind} file {str(path)!r}: {error}") from error
 
 
+def valid_unicode(text: str) -> None:
+    r"""A UserError if a text has half a surrogate pair, as the `\ud83d` of JSON is: no tokenizer reads it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise UserError(
+            f"a text has half a surrogate pair, {half!r}, so it is no valid Unicode: take that out"
+        ) from error
+
+
 def run(path: Path, kind: str) -> ModuleType:
     """Runs the file at `path` as a module; a UserError (`kind` file, line) if that fails."""
     path, stands_for = _copy_of(path, kind)

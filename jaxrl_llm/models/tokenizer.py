@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.models import hf
+from jaxrl_llm.userfile import valid_unicode
 
 PAD, EOS = "<pad>", "<eos>"
 _THINK = "<think>"
@@ -89,6 +90,7 @@ class Tokenizer:
         try:
             tokens = self._inner.encode(text, add_special_tokens=False)
         except Exception as error:  # the library raises bare Exceptions, as for an unknown word
+            valid_unicode(text)
             known = self._inner.get_vocab()
             words = [word for word in text.split() if word not in known]
             raise UserError(
@@ -131,6 +133,7 @@ class Tokenizer:
             settings |= {"tokenize": True, "return_dict": False, "chat_template": template}
             tokens = inner.apply_chat_template(messages, **settings)
         except Exception as error:  # what templates raise, and the library where there is none
+            valid_unicode(json.dumps(messages, ensure_ascii=False, default=str))
             reason = first_line(error)
             raise UserError(
                 f"the tokenizer's chat template does not take {messages!r:.80}: {reason}"

@@ -14,6 +14,7 @@ from jaxrl_llm.tasks.questions import Questions
 from jaxrl_llm.tasks.tables import Question
 from jaxrl_llm.tasks.task import Prompt, Row
 from jaxrl_llm.tasks.tools import call_arguments
+from jaxrl_llm.userfile import valid_unicode
 
 ROLES = ("system", "user", "assistant", "tool")
 COMPLETIONS = ("completion", "response", "output", *tables.ANSWERS)
@@ -207,6 +208,7 @@ def _messages(value: Any, role: str | None = None) -> list[dict[str, Any]]:
         content, role = one.setdefault("content", ""), one["role"]
         if not isinstance(content, str):
             raise UserError(f"message {i} has as its content no text: {content!r:.60}")
+        valid_unicode(content)
         if role in ("user", "assistant") and not content.strip() and not one.get("tool_calls"):
             raise UserError(f"message {i}, of the {role}, is empty")
         for call in one.get("tool_calls", ()):

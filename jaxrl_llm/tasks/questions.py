@@ -13,6 +13,7 @@ from jaxrl_llm.reward import UNGRADED, Reward
 from jaxrl_llm.tasks import rewards, tables
 from jaxrl_llm.tasks.tables import Question
 from jaxrl_llm.tasks.task import Prompt
+from jaxrl_llm.userfile import valid_unicode
 
 logger = logging.getLogger(__name__)
 Q = TypeVar("Q", bound=Question)
@@ -30,6 +31,7 @@ HINTED = "A response to it that is right:\n{}\n\nNow respond in your own words."
 HELD_OUT = (
     200  # questions to test on where there is no test split, or a tenth of them if that is less
 )
+_WRONG = (UserError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 
 
 @dataclass(frozen=True)
@@ -181,8 +183,12 @@ def read_rows(files: Sequence[Path], read: Callable[[tables.Row, str], Q]) -> li
             try:
                 if not isinstance(row, Mapping):
                     raise UserError(f"a {type(row).__name__}, not a row with columns")
-                placed.append((where, read(row, where)))
-            except (UserError, TypeError, ValueError, LookupError, AttributeError) as error:
+                one = read(row, where)
+                asked = one.prompt
+                texts = [asked] if isinstance(asked, str) else [each["content"] for each in asked]
+                valid_unicode("".join(texts))
+                placed.append((where, one))
+            except _WRONG as error:
                 raise UserError(f"{where}: {error}") from error
     if not placed:
         raise UserError(f"{', '.join(map(str, files))} holds no rows")

@@ -503,7 +503,10 @@ def _prompt(components: Components, source: Source[E], i: int, name: str) -> tup
         if not isinstance(prompt, str) and not _messages(prompt):
             kind = type(prompt).__name__
             raise TypeError(f"prompt() returned a {kind}, not a str or a list of messages")
-    return prompt, len(components.tokenizer.prompt(prompt))
+    try:
+        return prompt, len(components.tokenizer.prompt(prompt))
+    except UserError as error:
+        raise UserError(f"{name} example {i}: {error}") from error
 
 
 def _messages(prompt: Any) -> bool:

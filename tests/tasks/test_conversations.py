@@ -203,6 +203,8 @@ BAD = {
     "tools": ({"messages": [ASKED, SAID], "tools": "{"}, "Expecting"),
     "no answer": ({"messages": [ASKED, SAID], "answer": ""}, "the answer is empty, and a reward needs one"),
     "JSON that is cut": ({"messages": json.dumps([ASKED, SAID])[:-1]}, "Expecting"),
+    "half a character": ({"messages": [ASKED, SAID | {"content": "\ud83d"}]}, "a text has half a surrogate pair"),
+    "nested": ({"messages": "[" * 100_000}, "maximum recursion depth exceeded"),
     "no row": (7, "a int, not a row with columns"),
 }  # fmt: skip
 

@@ -15,6 +15,7 @@ from jaxrl_llm.config import Evaluation
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import groups, imitate
 from jaxrl_llm.learning.batch import Collator
+from jaxrl_llm.models import tokenizer
 from jaxrl_llm.rollouts.engines import Vllm
 from jaxrl_llm.rollouts.trajectory import Trajectory
 from jaxrl_llm.tasks import builders
@@ -170,6 +171,17 @@ def test_an_example_that_cannot_be_read_is_one_line():
     made = made_of(Mapped(range(40), read), range(3))
     with pytest.raises(UserError, match=r"an example cannot be read: OSError: .*data\.jsonl"):
         made.splits  # noqa: B018
+
+
+@pytest.mark.parametrize("prompt", ["1 \ud83d", [{"role": "user", "content": "1 \ud83d"}]])
+def test_a_prompt_that_is_no_unicode_is_told_with_its_example(prompt):
+    words = tokenizer.of_words(["0", "1"])
+    words._inner.chat_template = "{{ messages[0]['content'] }}"
+    made = replace(made_of([0, 1], [2]), tokenizer=words)
+    for wrong, said in ((1, "training example 1"), (2, "test example 0")):
+        made.task.prompt = lambda i, wrong=wrong: prompt if i == wrong else str(i)
+        with pytest.raises(UserError, match=f"^{said}: a text has half a surrogate pair, '.ud83d'"):
+            readable(made, [0, 1], "training"), askable(made, [2])
 
 
 def test_small_training_data_keep_three_quarters():
