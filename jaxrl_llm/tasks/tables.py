@@ -4,6 +4,7 @@ import csv
 import gzip
 import json
 import re
+import sys
 import zlib
 from ast import literal_eval
 from collections.abc import Callable, Mapping, Sequence
@@ -90,6 +91,7 @@ def _tsv(path: Path) -> list[Any]:
 
 def _cells(path: Path, between: str, **settings: Any) -> list[Any]:
     cells = []
+    csv.field_size_limit(sys.maxsize)  # not 131,072 characters, which a document may have
     with path.open(encoding=_UTF8, newline="") as file:
         rows = csv.DictReader(file, delimiter=between, strict=True, **settings)
         for row in rows:

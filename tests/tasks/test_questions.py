@@ -117,6 +117,15 @@ def test_tabs_need_no_quotes(tmp_path):
     assert [one.prompt for one in questions.questions([path])] == ['a "b"\tc']
 
 
+@pytest.mark.parametrize("name", ["mine.csv", "mine.tsv"])
+def test_a_cell_may_be_long(tmp_path, name):
+    """Python's reader refuses more than 131,072 characters, unless it is told otherwise."""
+    path, text = tmp_path / name, "x" * 200_000
+    between = "," if name == "mine.csv" else "\t"
+    path.write_text(f"question{between}answer\n{text}{between}1\n")
+    assert [(one.prompt, one.truths) for one in questions.questions([path])] == [(text, ("1",))]
+
+
 def test_a_teacher_is_told_what_a_column_says(tmp_path):
     """Behind the question and before the instruction; nothing changes for the policy."""
     row = {"question": "6 * 7?", "answer": "42", "solution": "6 * 7 = 42"}
