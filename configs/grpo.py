@@ -115,6 +115,7 @@ def config(
         raise UserError(
             "--hint-column is for a teacher: name it by --teacher, be it the model itself"
         )
+    questions.require_test(data, test, held_out)
     made = recipes.BY_NAME[objective or ("distillation" if teacher else "grpo")](length)
     adapters = qwen2.Lora(rank=lora, alpha=2.0 * lora) if lora else None
     return Config(

@@ -67,6 +67,7 @@ def config(
         bfloat16: compute in bfloat16; weights and optimizer are float32.
         seed: of the order of the data.
     """
+    questions.require_test(data, test, held_out)
     optimizer = optimizers.adamw(learning_rate or (1e-4 if lora else 1e-5))
     # the first token of a row is its prompt: what is left of the length may be said by anybody
     collate = Collator(1, length - 1, microbatches=microbatches or batch, pack=True)

@@ -135,6 +135,14 @@ def task(
     return kind(train, held, calls, system, instruction)
 
 
+def require_test(source: str, test: str, held_out: int) -> None:
+    """A UserError if a run on a file would have nothing to test on; a set at the hub may have a split for it."""
+    if held_out < 1 and not test and tables.is_local(source):
+        raise UserError(
+            f"--held-out {held_out} leaves nothing to test on: name other data by --test, or hold out 1 or more"
+        )
+
+
 def terms(
     specs: Sequence[str], weights: Sequence[float] = (), judge: rewards.Scored | None = None
 ) -> dict[str, tuple[rewards.Scored, float]]:

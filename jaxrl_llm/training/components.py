@@ -539,5 +539,7 @@ def askable(components: Components, source: Source[E]) -> Prompted[E]:
                 f"come: lower response_length{more}, or leave the example out of the task"
             )
     if not len(source):
-        raise UserError("the test data is empty: it needs at least one example")
+        raise UserError(
+            "the test data is empty: it needs at least one example (of a table: --test, or --held-out above 0)"
+        )
     return Prompted(source, range(len(source)), prompts)

@@ -17,7 +17,7 @@ from huggingface_hub.utils import filter_repo_objects
 
 import jaxrl_llm as jl
 from jaxrl_llm.cli.main import main
-from jaxrl_llm.config import load, shipped
+from jaxrl_llm.config import build, load, shipped
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning.groups import Group, TokenTask
 from jaxrl_llm.models import tokenizer
@@ -994,6 +994,17 @@ def test_what_the_config_leaves_open():
     assert exact.engine.dtype == "float32"
     with pytest.raises(jl.UserError, match="config has no field 'lengths'; did you mean 'length'"):
         jl.grpo("a/model", "a/set", lengths=3)
+
+
+@pytest.mark.parametrize("name", ["grpo", "sft"])
+def test_a_run_needs_something_to_test_on(name):
+    """Of a set at the hub that is known when its splits are."""
+    path = shipped() / f"{name}.py"
+    make = partial(build, load(path), path, "a/model")
+    with pytest.raises(UserError, match=r"^--held-out 0 leaves nothing to test on: .* --test, or"):
+        make("mine.jsonl", held_out=0)
+    for data, settings in (("mine.jsonl", {"test": "test.jsonl"}), ("a/set", {})):
+        assert make(data, held_out=0, **settings)
 
 
 @pytest.mark.parametrize(
