@@ -63,7 +63,7 @@ def main(name: str, *, steps: int = 20, prompts: int = PROMPTS, group: int = GRO
     # Three programs, compiled once. Scoring and updating go over micro-batches, so memory does not grow with B.
     score = update.make_score(policy_logp)  # (params, inputs) -> log-probs [M, m, R, C]
     credit = update.make_credit(OBJECTIVE)  # all that is constant in the parameters
-    train_step = update.make_train_step(
+    train_step = update.make_train_step(  # consumes the old state
         policy_logp, OBJECTIVE, optimizer, shardings=jax.tree.map(lambda x: x.sharding, state)
     )
     collate = jl.Collator(PROMPT_LENGTH, RESPONSE_LENGTH, microbatches=2, pack=True)
@@ -98,11 +98,11 @@ def main(name: str, *, steps: int = 20, prompts: int = PROMPTS, group: int = GRO
             everywhere = sharding.replicated(rewards, model.mesh)
             credited = credit(batch, everywhere, old_logp=old, ref_logp=ref)
 
-            # Update: an optimizer step for each mini-batch and stage of Lopti. It consumes the old state.
+            # Update: an optimizer step for each mini-batch and stage of Lopti; stages are summands of loss and KL.
             state, metrics = train_step(state, credited)
 
             means.append(float(rewards.mean()))
-            loss, drift = (np.asarray(metrics[name]).mean() for name in ("loss", "kl"))
+            loss, drift = (metrics[name].sum() / collate.minibatches for name in ("loss", "kl"))
             print(f"step {step + 1}: reward {means[-1]:.2f}, loss {loss:+.3f}, KL {drift:.4f}")
     return means
 

@@ -2,6 +2,8 @@
 
 import importlib.util
 import pathlib
+from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import pytest
 
 import jaxrl_llm as jl
 from jaxrl_llm.learning import update
+from jaxrl_llm.objectives import partition
 from jaxrl_llm.tasks.task import Reward
 from tests import public, tiny
 
@@ -32,6 +35,11 @@ def folder(tmp_path_factory):
 
 
 def test_a_step_of_the_example_is_a_step_of_a_run(grpo, folder, monkeypatch, capsys):
+    """What it prints too: the second stage has most of the KL, of tokens that the first has moved."""
+    monkeypatch.setattr(grpo, "LEARNING_RATE", 1e-2)
+    monkeypatch.setattr(grpo, "reward", lambda _, text: float(len(text) % 2))
+    apart = partial(partition.lopti, eta=0.05)  # by which its random weights have tokens in both
+    monkeypatch.setattr(grpo, "OBJECTIVE", replace(grpo.OBJECTIVE, partition=apart))
     responses, rewards, states = [], [], []
     collate, credit, make = jl.Collator.__call__, update.make_credit, update.make_train_step
 
@@ -52,7 +60,8 @@ def test_a_step_of_the_example_is_a_step_of_a_run(grpo, folder, monkeypatch, cap
     )
     means = grpo.main(str(folder), steps=1, prompts=4, group=4)
     assert len(means) == 1
-    assert capsys.readouterr().out.startswith(f"step 1: reward {means[0]:.2f}, loss ")
+    out = capsys.readouterr().out
+    assert out.startswith(f"step 1: reward {means[0]:.2f}, loss ")
 
     model = jl.load(str(folder))
     optimizer, reference = (
@@ -75,7 +84,10 @@ def test_a_step_of_the_example_is_a_step_of_a_run(grpo, folder, monkeypatch, cap
         groups = tiny.groups(responses[0], given, n=4)
         batch, reward = step.batch(groups)
         scores, _ = step.score(state.params, batch, groups)
-        after, _ = step.update(state, step.credit(batch, reward, **scores))
+        after, visits = step.update(state, step.credit(batch, reward, **scores))
+    loss, drift = (float(np.asarray(visits[name]).sum()) for name in ("loss", "kl"))
+    assert abs(loss) > 0.01 < drift
+    assert out.endswith(f", loss {loss:+.3f}, KL {drift:.4f}\n")
     jax.tree.map(np.testing.assert_array_equal, after, states[0])
     assert int(after.step) == 1
 
