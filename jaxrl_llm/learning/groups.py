@@ -38,12 +38,18 @@ class Group:
         """The rewards of its responses, which have to be graded."""
         return [one.reward for one in self.trajectories if one.reward is not None]
 
-    @property
-    def is_constant(self) -> bool:
-        """True if no two graded rewards differ, in float32; never where it has one response."""
+    def is_constant(self, turns: bool = False) -> bool:
+        """True if no two graded rewards differ, in float32, nor with `turns` those of their turns.
+
+        Never where it has one response.
+        """
         # in the precision that they are learned from: what differs in a later digit has no advantage
-        scores = np.asarray([r.score for r in self.rewards if r.graded], np.float32)
-        return len(self.trajectories) > 1 and not (len(scores) and scores.max() > scores.min())
+        different = {
+            tuple(map(np.float32, (one.reward.score, *(one.turn_rewards if turns else ()))))
+            for one in self.trajectories
+            if one.reward is not None and one.reward.graded
+        }
+        return len(self.trajectories) > 1 and len(different) < 2
 
 
 def trajectories(groups: Iterable[Group]) -> list[Trajectory]:

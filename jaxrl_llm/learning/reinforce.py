@@ -50,7 +50,9 @@ class Step:
 
     def batch(self, groups: Sequence[Group]) -> tuple[Batch, jax.Array]:
         """The batch on the devices, and its rewards `[P,G]`."""
-        keep = learned_from(groups, self.drop_constant_groups)
+        keep = learned_from(
+            groups, self.drop_constant_groups, turns=self.objective.reads("turn_reward")
+        )
         batch = update.place(self.collate(trajectories(groups), keep.tolist()), self.mesh)
         reward = np.asarray([[r.score for r in group.rewards] for group in groups], np.float32)
         return batch, sharding.replicated(reward, self.mesh)
@@ -156,22 +158,27 @@ def require_our_policy(
         )
 
 
-def learned_from(groups: Sequence[Group], drop_constant: bool) -> np.ndarray:
+def learned_from(
+    groups: Sequence[Group], drop_constant: bool, *, turns: bool = False
+) -> np.ndarray:
     """`[B]`: the responses to learn from: checked ones, but no lone checked one of a larger group.
 
-    With `drop_constant` none of a group whose rewards are all equal.
+    With `drop_constant` none of a group whose rewards are all equal, with `turns` those of turns too.
     """
     checked = np.asarray([[r.graded for r in group.rewards] for group in groups], bool)
     keep = checked & (checked.sum(1, keepdims=True) >= min(checked.shape[1], 2))
     if drop_constant:
-        keep &= ~np.asarray([group.is_constant for group in groups], bool)[:, None]
+        keep &= ~np.asarray([group.is_constant(turns) for group in groups], bool)[:, None]
     return keep.ravel()
 
 
-def describe_answers(groups: Sequence[Group], seconds: float) -> dict[str, float]:
+def describe_answers(
+    groups: Sequence[Group], seconds: float, *, turns: bool = False
+) -> dict[str, float]:
     """Metrics of a step's responses; reward metrics are means over the checked ones, if any.
 
-    `seconds` is how long sampling took, 0 if unknown (a batch restored from a checkpoint).
+    `seconds` is how long sampling took, 0 if unknown (a batch restored from a checkpoint); with `turns` a
+    constant group has equal rewards of turns too.
     """
     responses, checked = trajectories(groups), [r for r in rewards(groups) if r.graded]
     lengths = [one.length for one in responses]
@@ -190,7 +197,7 @@ def describe_answers(groups: Sequence[Group], seconds: float) -> dict[str, float
         out["segments"] = float(np.mean([len(one.segments) for one in responses]))
     comparable = [group for group in groups if sum(r.graded for r in group.rewards) > 1]
     if comparable:
-        out["constant_groups"] = float(np.mean([group.is_constant for group in comparable]))
+        out["constant_groups"] = float(np.mean([one.is_constant(turns) for one in comparable]))
     if checked:
         out["reward"] = float(np.mean([r.score for r in checked]))
         out["accuracy"] = float(np.mean([r.correct for r in checked]))
@@ -200,14 +207,14 @@ def describe_answers(groups: Sequence[Group], seconds: float) -> dict[str, float
         )
     for task in names_of_tasks(group.example for group in groups):
         ours = [replace(group, example=None) for group in groups if group.example.name == task]
-        out |= in_short(ours, f"task/{task}")
+        out |= in_short(ours, f"task/{task}", turns=turns)
     return out
 
 
-def in_short(groups: Sequence[Group], of: str) -> dict[str, float]:
+def in_short(groups: Sequence[Group], of: str, *, turns: bool = False) -> dict[str, float]:
     """The first metrics of some of a step's groups, under names that begin with `of`."""
     names = ("length", "reward", "accuracy", "constant_groups")
-    found = describe_answers(groups, 0.0)
+    found = describe_answers(groups, 0.0, turns=turns)
     return {f"{of}/{name}": found[name] for name in names if name in found}
 
 

@@ -137,7 +137,7 @@ def measure(
         tell = lambda doing, number=number: say(f"batch {number} of {batches}: {doing}")
         credited, there = credit(changed)
         if not np.any(there.advantage):
-            if not all(group.is_constant for group in sample):
+            if not all(group.is_constant() for group in sample):
                 raise UserError(
                     "the objective gives no token an advantage, so there is nothing to analyze: it learns from "
                     "penalties alone"

@@ -33,6 +33,9 @@ class Rollouts:
     def __init__(self, components: Components, sampler: Sampler, log: RunLog, stop: Stop):
         self._components, self.sampler, self._log, self._stop = components, sampler, log, stop
         self._config, self._sampling = components.config, components.sampling()
+        self._turns = self._config.loss.reads(
+            "turn_reward"
+        )  # so groups of which those differ teach
         self.task = components.token_task(log.clock.heartbeat, lambda: stop.requested)
         splits, seed = components.splits, self._config.seed + 1
         self._data = Batches(splits.train, self._config.prompts, seed=seed, parts=splits.parts)
@@ -53,7 +56,7 @@ class Rollouts:
         self._entered = step, self._position(), [*self._queue]
         self._graded, self._seconds = [], 0.0
         for nth in range(config.max_resamples + 1):
-            useful = sum(not group.is_constant for group in self._graded)
+            useful = sum(not group.is_constant(self._turns) for group in self._graded)
             if missing := config.prompts - useful:
                 wanted = (config.last_step - step) * config.prompts - useful  # by the whole run
                 self._admit(min(missing + config.max_lag * config.prompts, wanted), step, nth)
@@ -65,7 +68,8 @@ class Rollouts:
             with userfile.user_code("the task cannot remember"):
                 self.task.task.remember(self._graded, self.task.tokenizer)
         # constant ones where there are no others; in the order of the data
-        preferred = sorted(range(len(self._graded)), key=lambda i: self._graded[i].is_constant)
+        constant = [group.is_constant(self._turns) for group in self._graded]
+        preferred = sorted(range(len(constant)), key=constant.__getitem__)
         return [self._graded[i] for i in sorted(preferred[: config.prompts])]
 
     def _admit(self, count: int, step: int, nth: int) -> None:
@@ -136,9 +140,10 @@ class Rollouts:
 
     def report(self, step: int, groups: list[Group]) -> dict[str, Any]:
         """Metrics of the groups that `next(step)` gave, of all that it sampled, and of the last push."""
-        figures = reinforce.describe_answers(self._graded, self._seconds)
+        figures = reinforce.describe_answers(self._graded, self._seconds, turns=self._turns)
         if self._config.max_resamples:
-            figures |= reinforce.in_short(groups, "learned") | {"drawn": float(len(self._graded))}
+            figures |= reinforce.in_short(groups, "learned", turns=self._turns)
+            figures["drawn"] = float(len(self._graded))
         lags = [step - one.versions[0] for one in trajectories(groups)]
         figures["lag"] = float(np.median(lags))
         if self._config.max_lag:

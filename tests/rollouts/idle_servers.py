@@ -74,6 +74,7 @@ def measured(
         group_size=16,
         seed=0,
         max_resamples=0,
+        loss=SimpleNamespace(reads=lambda field: False),
         max_lag=max_lag,
         last_step=steps + max_lag + 2,
     )

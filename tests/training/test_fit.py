@@ -16,7 +16,7 @@ import rich.console
 
 from jaxrl_llm import distributed
 from jaxrl_llm.errors import StopRequested, UserError
-from jaxrl_llm.learning.groups import TokenTask, rewards, trajectories
+from jaxrl_llm.learning.groups import Group, TokenTask, rewards, trajectories
 from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.tasks.pipeline import Batches
 from jaxrl_llm.tasks.task import Reward, RewardSettings
@@ -70,7 +70,7 @@ class Trial:
             steps=6, last_step=6, warm_steps=0, warm_start=None, prompts=2, group_size=1, seed=0,
             evaluation=SimpleNamespace(every=3), optimizer=None, max_resamples=0, max_lag=0, keep_tokens=0,
             show_samples_every=0, keeps_reference=False, offloads=lambda what: False,
-            saves=lambda step: step % 2 == 0,
+            saves=lambda step: step % 2 == 0, loss=SimpleNamespace(reads=lambda field: False),
         )  # fmt: skip
         vars(config).update(changes)
         config.last_step = config.steps
@@ -307,6 +307,19 @@ def test_groups_of_equal_rewards_give_way_to_the_next_prompts(trial, max_resampl
     if max_resamples == 9:
         assert all(r["learned/constant_groups"] == 0 for r in records)
     assert stream.get_state() == made.last.note["data"]
+
+
+@pytest.mark.parametrize("read", [{"turn_reward"}, set()])
+def test_resampling_looks_at_the_rewards_of_turns_where_the_objective_does(
+    trial, read, monkeypatch
+):
+    """And so does the metric of constant groups."""
+    inner, asked = Group.is_constant, set()
+    noted = lambda self, turns=False: asked.add(turns) or inner(self, turns)
+    monkeypatch.setattr(Group, "is_constant", noted)
+    loss = SimpleNamespace(reads=lambda *fields: not read.isdisjoint(fields))
+    trial(**redrawn(max_resamples=1, loss=loss)).reinforce()
+    assert asked == {bool(read)}
 
 
 EARLY = [(0, {}), (1, {}), (3, {}), (0, redrawn(max_resamples=2)), (1, redrawn(max_resamples=2))]

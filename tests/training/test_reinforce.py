@@ -69,6 +69,31 @@ def test_what_is_learned_from(rewards, group, drop_even, kept):
     assert found.tolist() == list(map(bool, kept))
 
 
+@pytest.mark.parametrize(
+    ("advantage", "kept"),
+    [(advantages.grpo, [0, 0, 0, 0]), (advantages.by_turn, [1, 1, 0, 0])],
+)
+def test_a_group_whose_turns_differ_is_kept_where_the_objective_reads_them(advantage, kept):
+    """The rewards of its episodes are equal."""
+    first, second = graded(RIGHT, RIGHT, RIGHT, RIGHT)
+    with_turns = lambda group, *given: replace(
+        group,
+        trajectories=tuple(
+            replace(one, turns=((0, 1), (1, len(one.tokens))), turn_rewards=(reward, 1.0))
+            for one, reward in zip(group.trajectories, given, strict=True)
+        ),
+    )
+    groups = [with_turns(first, 0.0, 0.5), with_turns(second, 0.25, 0.25 + 1e-12)]
+    step = tiny.step(
+        Policy(), Objective(advantage=advantage), optimizers.adamw(1e-2), Collator(8, 14), MESH,
+        update.init_state(tiny.policy()[1], optimizers.adamw(1e-2)), drop_constant_groups=True,
+    )  # fmt: skip
+    mask = np.asarray(jax.device_get(step.batch(groups)[0].mask))
+    assert mask.any(1).tolist() == [*map(bool, kept)]
+    said = reinforce.describe_answers(groups, 1.0, turns=advantage is advantages.by_turn)
+    assert said["constant_groups"] == 1 - np.mean(kept)
+
+
 def test_unchecked_rewards_are_in_no_mean():
     describe = lambda *rewards: reinforce.describe_answers(graded(*rewards), 1.0)
     said = describe(RIGHT, UNGRADED, WRONG, RIGHT)
