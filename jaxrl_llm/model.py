@@ -154,12 +154,7 @@ def generate(
         raise UserError("generate: prompts is a list, as in [prompt]")
     asked = [_tokens(model.tokenizer, prompt) for prompt in prompts]
     rows, longest = _rows("generate", asked, None, model.shape)
-    longest += sampling.max_tokens
-    if longest > model.shape.max_length:
-        raise UserError(
-            f"generate: a prompt and {sampling.max_tokens} tokens to come are {longest}, and the "
-            f"model has room for {model.shape.max_length}: lower max_tokens"
-        )
+    require_room("generate", longest, sampling.max_tokens, model.shape.max_length)
     sampling = replace(sampling, stop=sampling.stop or model.tokenizer.stops)
     slots = min(engine.slots or SLOTS, padded(len(rows) * n))
     with _ALONE:
@@ -179,6 +174,15 @@ def generate(
         )
         for one in trajectories
     ]
+
+
+def require_room(caller: str, prompt: int, more: int, room: int) -> None:
+    """A UserError unless a prompt of so many tokens, and so many `more`, fit into the model's context."""
+    if prompt + more > room:
+        raise UserError(
+            f"{caller}: a prompt and {more} tokens to come are {prompt + more}, and the model has room for "
+            f"{room}: lower max_tokens, or shorten the prompt"
+        )
 
 
 def _tokens(words: Tokenizer, prompt: Any) -> Sequence[int]:

@@ -1,6 +1,7 @@
 """`jaxrl-llm sample`: generate with a run's policy."""
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
@@ -8,6 +9,8 @@ import tyro
 
 from jaxrl_llm.cli.open_run import open_run
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.model import require_room
+from jaxrl_llm.rollouts.sampler import Sampling
 from jaxrl_llm.tasks.task import Prompt, as_text
 from jaxrl_llm.training import terminal
 from jaxrl_llm.training.components import DATA
@@ -25,7 +28,7 @@ class Options:
     temperature: float = 0.0
     """0 is greedy"""
     max_tokens: int | None = None
-    """the limit of a response; if not given, the config's"""
+    """the limit of a response; if not given, the config's, or what the prompt leaves of the context"""
     step: int | None = None
     """which checkpoint; if not given, the best"""
     seed: int = 0
@@ -61,16 +64,26 @@ def main(
         sampling = components.sampling(temperature=options.temperature, seed=options.seed)
         if options.max_tokens is not None:
             sampling = replace(sampling, max_tokens=options.max_tokens)
+        room = components.shape.max_length
+
+        def limited(prompt: Sequence[int]) -> Sampling:
+            """The sampling of a response to a prompt, which both have to fit into the model's context."""
+            limit = sampling.max_tokens
+            if options.max_tokens is None:  # rows to imitate may fill the context alone
+                limit = max(1, min(limit, room - len(prompt)))
+            require_room("sample", len(prompt), limit, room)
+            return replace(sampling, max_tokens=limit)
 
         def answer(prompt: Prompt) -> None:
-            prompts = [components.tokenizer.prompt(prompt)]
-            for one in sampler.generate(prompts, n=n, sampling=sampling):
+            tokens = components.tokenizer.prompt(prompt)
+            for one in sampler.generate([tokens], n=n, sampling=limited(tokens)):
                 console.print(components.tokenizer.decode(one.tokens))
 
         if chosen is not None:
             console.print(as_text(components.task.prompt(chosen)), style="dim")
             task = components.token_task(evaluates=True)
-            [group] = task.answer(sampler, [chosen], n=n, sampling=sampling, stop=Stop())
+            how = limited(*task.prompts([chosen]))
+            [group] = task.answer(sampler, [chosen], n=n, sampling=how, stop=Stop())
             for one in group.trajectories:
                 console.print(components.tokenizer.decode(one.tokens))
                 console.print(str(one.reward))

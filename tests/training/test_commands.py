@@ -92,6 +92,24 @@ def test_sample_answers_an_example_and_typed_prompts(whole, capsys, monkeypatch)
     assert "choose one" in fails(capsys, "sample", whole, "Ada : Ada knight .", "--example", "0")
 
 
+def test_sample_goes_no_further_than_the_model_reads(whole, capsys, monkeypatch):
+    """Nor does it start what can have no room; without --max-tokens a response has what is left."""
+    made = Components.make(RunFolder(whole).config())
+    short = replace(made, shape=replace(made.shape, max_length=12))
+    monkeypatch.setattr(Components, "make", lambda *_: short)
+    monkeypatch.setattr(RunFolder, "require_model", lambda *_: None)
+    prompt = "Ada : Ada knight . <think>"
+    main(["sample", str(whole), prompt, "--max-tokens", "6"])
+    main(["sample", str(whole), prompt])
+    assert len(capsys.readouterr().out.splitlines()[-1].split()) == 6
+    for words in ([prompt, "--max-tokens", "7"], ["--example", "0", "--max-tokens", "100000"]):
+        assert "the model has room for 12: lower max_tokens" in fails(
+            capsys, "sample", whole, *words
+        )
+    said = fails(capsys, "sample", whole, " ".join([prompt] * 2))
+    assert "a prompt and 1 tokens to come are 13, and the model has room for 12" in said
+
+
 def test_where_gpus_are_kept_off_a_run_is_sampled_without_servers(whole, capsys, monkeypatch):
     """They would start on a GPU, maybe that of the run itself, which goes on."""
     config = RunFolder(whole).config()
