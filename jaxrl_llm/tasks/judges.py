@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from jaxrl_llm import userfile
+from jaxrl_llm import distributed, userfile
 from jaxrl_llm.errors import UserError, first_line
 from jaxrl_llm.reward import Reward
 from jaxrl_llm.tasks.rewards import OfGroup, final_part
@@ -77,7 +77,10 @@ class Judge:
             trust_env=parts.hostname not in HERE,  # no proxy leads to this host
         )
         self._lock = threading.Lock()
-        self._answers = _read(cache) if cache and cache.exists() else {}
+        self._answers = dict[str, list[float]]()
+        if cache:  # what other processes were told too
+            for file in cache.parent.glob(f"{cache.stem.rstrip('0123456789')}*{cache.suffix}"):
+                self._answers |= _read(file)
 
     def __call__(self, question: Question, response: str) -> Reward:
         answer = f"<response>\n{_shown(response)}\n</response>"
@@ -195,5 +198,6 @@ def of_flags(
             )
         return None
     text = userfile.read(Path(rubric), "rubric") if rubric else RUBRIC
-    judge = Judge(url, model, text, folder / "judged.txt")
+    # each process has its own file: of one the bucket would keep what was uploaded last
+    judge = Judge(url, model, text, folder / f"judged{distributed.index() or ''}.txt")
     return OfGroup(judge.ranks) if ranks else judge

@@ -55,7 +55,7 @@ SHARE = 4  # validation takes at most 1 / SHARE of the training data
 class Components:
     """All that a config makes; `source` is the folder of a pretrained model, or None.
 
-    `base` are name and revision of that, by which adapters name it.
+    `base` are name and revision of that, by which adapters name it. `data` is the folder of data sets here.
     """
 
     config: Config
@@ -66,6 +66,7 @@ class Components:
     mesh: jax.sharding.Mesh
     source: Path | None
     base: tuple[str, str | None] = ("", None)
+    data: Path = Path()
 
     @classmethod
     def make(cls, config: Config, data: str | Path = DATA) -> "Components":
@@ -101,7 +102,7 @@ class Components:
                 f"evaluation: best_by = {best_by!r} is no task of the mixture, which has {known}"
             )
         storage.push(folder)
-        return cls(config, task, words, shape, Policy(definition), mesh, source, base)
+        return cls(config, task, words, shape, Policy(definition), mesh, source, base, folder)
 
     @property
     def identity(self) -> dict[str, str]:

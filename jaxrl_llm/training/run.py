@@ -149,6 +149,7 @@ class Run:
             if resume is not False and folder.holds_run:
                 config = folder.pinned(config)  # sizes and the model's commit stay as at the start
             components, inputs = _components(config, data, console)
+            stack.callback(storage.push, components.data)  # a judge's marks, of the test too
             config, first = components.config, components.config.warm_steps
             source = source and with_files_read(source)
             if distributed.count() > 1:
@@ -274,6 +275,7 @@ class Run:
             self.log.journal.sync()
             first = not self.checkpoints.steps
             self.checkpoints.save(step, state, note)
+            storage.push(self.components.data)  # a run that goes on gets the same marks of a judge
             if first:  # records without any mean from now on that they are gone
                 self.checkpoints.wait()
                 if distributed.first():

@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from jaxrl_llm import storage
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.tasks import judges, questions
@@ -176,6 +177,21 @@ def test_a_mark_is_asked_for_once(server, tmp_path):
     assert "6 * 7" not in cache.read_text()
 
 
+def test_a_mark_of_any_process_is_known_to_all_that_begin_later(server, tmp_path, monkeypatch):
+    """In files of their own: of one file a bucket would keep what was uploaded last."""
+    server.answers = ["Score: 3", "Score: 9"]
+
+    def made(number):
+        monkeypatch.setattr(judges.distributed, "index", lambda: number)
+        return judges.of_flags(server.url, "m", "", tmp_path)
+
+    assert (made(0)(ASKED, "41").score, made(1)(ASKED, "42").score) == (0.3, 0.9)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["judged.txt", "judged1.txt"]
+    for number in (0, 1):
+        assert [made(number)(ASKED, text).score for text in ("41", "42")] == [0.3, 0.9]
+    assert len(server.asked) == 2
+
+
 def test_any_of_several_answers_is_shown_to_the_judge(server):
     several = Question("q?", ("72", "73", *map(str, range(100, 120))), {})
     assert judges.Judge(server.url, "m")(several, "73").correct
@@ -225,7 +241,12 @@ def test_a_judge_is_the_reward_of_a_run(server, tmp_path, monkeypatch, capsys):
     words += ["--judge", server.url, "--judge-model", "m", "--judge-rubric", rubric]
     words += ["--data-folder", tmp_path / "data", "--steps", 1, "--prompts", 2, "--group", 2]
     words += ["--prompt-length", 4, "--length", 4, "--validation", 3, "--no-bfloat16"]
+    stored, marks = {}, tmp_path / "data" / "judged.txt"  # in a bucket, if the data are in one
+    monkeypatch.setattr(
+        storage, "push", lambda path: stored.update({path: marks.exists() and marks.read_text()})
+    )
     main([*map(str, words)])
+    assert stored[tmp_path / "data"] == marks.read_text()  # those of the test are in it
     [step] = [record for record in journal.read(out) if "reward" in record]
     assert 0.2 <= step["reward"] <= 0.6
     assert {body["messages"][0]["content"] for _, _, body in server.asked} == {"Short is good."}

@@ -6,6 +6,7 @@ import time
 from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -87,7 +88,7 @@ class Trial:
             config=config, token_task=self.token_task, task=task(),
             sampling=lambda: Sampling(stop=(WORDS.eos,)), splits=splits,
             initial_params=lambda: jnp.int32(0), merged=lambda params: params,
-            step=lambda *_: step, imitation=lambda *_: imitation, as_learned=list,
+            step=lambda *_: step, imitation=lambda *_: imitation, as_learned=list, data=Path("data"),
         )  # fmt: skip
         sampler: Any = Scripted(reply or (lambda prompt, number: [prompt[0], WORDS.eos]))
         for name in ("push", "release", "submit"):
@@ -307,6 +308,16 @@ def test_groups_of_equal_rewards_give_way_to_the_next_prompts(trial, max_resampl
     if max_resamples == 9:
         assert all(r["learned/constant_groups"] == 0 for r in records)
     assert stream.get_state() == made.last.note["data"]
+
+
+def test_data_that_a_task_writes_are_pushed_with_each_checkpoint(trial, monkeypatch):
+    """As the marks of a judge, which a run that goes on has to get again."""
+    made = trial()
+    monkeypatch.setattr(run.storage, "push", lambda path: made.note(f"pushed {path}"))
+    made.reinforce()
+    saved = [made.log.index(event) for event in made.log if event.startswith("save ")]
+    assert saved
+    assert all(made.log[i + 1] == "pushed data" for i in saved)
 
 
 @pytest.mark.parametrize("read", [{"turn_reward"}, set()])
