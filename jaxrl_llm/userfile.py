@@ -7,7 +7,7 @@ import os
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager
 from contextvars import ContextVar
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -37,11 +37,13 @@ _INSTEAD: ContextVar[tuple[Mapping[Path, Path], Path] | None] = ContextVar("_INS
 def redirected(copies: Mapping[Path, Path], folder: Path) -> Iterator[None]:
     """For the block, `run(original)` runs `copies[original]` as if it were the original.
 
-    Relative paths are taken from `folder`; a file without a copy is a UserError.
+    `folder` is the working folder, if it is there: of all relative paths, in the files too. A file without
+    a copy is a UserError.
     """
     token = _INSTEAD.set((copies, folder))
     try:
-        yield
+        with chdir(folder if os.access(folder, os.X_OK) else "."):
+            yield
     finally:
         _INSTEAD.reset(token)
 

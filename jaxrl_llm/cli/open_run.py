@@ -7,7 +7,7 @@ from typing import Annotated
 import jax
 import tyro
 
-from jaxrl_llm import accelerators
+from jaxrl_llm import accelerators, storage
 from jaxrl_llm.rollouts.engines import Native, Vllm
 from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.training import record
@@ -19,20 +19,26 @@ DataFolder = Annotated[str, tyro.conf.arg(help="where data sets are kept")]
 
 @contextmanager
 def open_run(where: str, data: str, step: int | None) -> Iterator[tuple[Components, Sampler, int]]:
-    """A run's components, a sampler with the weights of `step` (None: the best), and that step."""
-    folder = RunFolder(where)
-    components = Components.make(folder.config(), data)
-    folder.require_model(components)
-    record.require_given(folder.path, record.modules())
-    engine = components.config.engine
-    beside = accelerators.present("nvidia") and not accelerators.in_use()
-    if isinstance(engine, Vllm) and not engine.servers and beside:
-        engine = Native()  # its servers would take the GPUs, which JAX keeps off
-    with (
-        jax.set_mesh(components.mesh),
-        engine.start(components.policy, components.mesh, folder.path) as sampler,
-    ):
-        chosen, params = folder.params(components, step)
-        sampler.prompt_length = components.prompt_length
-        sampler.push(params, chosen)
-        yield components, sampler, chosen
+    """A run's components, a sampler with the weights of `step` (None: the best), and that step.
+
+    Within the block the working folder is that in which the run was started.
+    """
+    folder, where_data = RunFolder(where), storage.local(data).absolute()
+    folder.path = folder.path.absolute()
+    with folder.as_started():
+        components = Components.make(folder.config(), where_data)
+        folder.require_model(components)
+        record.require_given(folder.path, record.modules())
+        engine = components.config.engine
+        beside = accelerators.present("nvidia") and not accelerators.in_use()
+        if isinstance(engine, Vllm) and not engine.servers and beside:
+            engine = Native()  # its servers would take the GPUs, which JAX keeps off
+        with (
+            jax.set_mesh(components.mesh),
+            engine.start(components.policy, components.mesh, folder.path) as sampler,
+        ):
+            chosen, params = folder.params(components, step)
+            sampler.prompt_length = components.prompt_length
+            sampler.push(params, chosen)
+            yield components, sampler, chosen
+    storage.push(where_data)  # the marks of a judge

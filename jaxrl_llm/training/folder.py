@@ -17,7 +17,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -319,6 +319,15 @@ class RunFolder:
         }
         return replace(config.sized(run["given"]), **models)
 
+    def as_started(self) -> AbstractContextManager[None]:
+        """For a block: the run's copies stand for its files, and paths are from where it was started."""
+        run, here = record.read(self.path), self.path.absolute()
+        # the files may have changed since: each is read from the run's copy when it is asked for
+        copies = {Path(original): here / copy for original, copy in run["files"].items()}
+        if run["config"] is not None:
+            copies[Path(run["config"])] = here / CONFIG
+        return userfile.redirected(copies, Path(run.get("folder", "")))
+
     def config(self) -> Config:
         """The config of a run, made by the run's own copies of its files, which are executed."""
         run = record.read(self.path)
@@ -328,16 +337,13 @@ class RunFolder:
                 f"{self.path} was made by a program, not by a config file: only that can open it"
             )
         path = Path(run["config"])
-        # the files may have changed since: each is read from the run's copy when it is asked for
-        copies = {Path(original): self.path / copy for original, copy in run["files"].items()}
-        copies[path] = self.path / CONFIG
-        begun_in = Path(run.get("folder", ""))
-        with userfile.redirected(copies, begun_in):
+        copy = self.path.absolute() / CONFIG
+        with self.as_started():
             make: Callable[..., Config] = configs.load(path)
-            config = configs.build(make, self.path / CONFIG, **record.flags_for(make, run["flags"]))
+            config = configs.build(make, copy, **record.flags_for(make, run["flags"]))
 
         def task(data: Path) -> Any:  # made later, and may read files of its own
-            with userfile.redirected(copies, begun_in):
+            with self.as_started():
                 return config.task(data)
 
         return self.pinned(replace(config, task=task))
