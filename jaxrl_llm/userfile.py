@@ -28,6 +28,8 @@ class _AsItIs(SourceFileLoader):
         return self.source_to_code(content, self.path)
 
 
+# shipped configs import nothing beside them, and who asks for a library `gym` must not find one
+_SHIPPED = [str(folder / "configs") for folder in Path(__file__).parents[:2]]
 _READ: dict[Path, Path] = {}  # original path: the file that was read for it, in order
 _SUMS: dict[Path, str] = {}  # and the SHA-256 of what was read
 _INSTEAD: ContextVar[tuple[Mapping[Path, Path], Path] | None] = ContextVar("_INSTEAD", default=None)
@@ -114,10 +116,16 @@ def valid_unicode(text: str) -> None:
 
 
 def run(path: Path, kind: str) -> ModuleType:
-    """Runs the file at `path` as a module; a UserError (`kind` file, line) if that fails."""
+    """Runs the file at `path` as a module; a UserError (`kind` file, line) if that fails.
+
+    It finds modules beside it, then and later; of a run's copy those beside the original.
+    """
     path, stands_for = _copy_of(path, kind)
     if path.suffix != ".py":
         raise UserError(f"{kind} file {str(path)!r} is not a Python file (*.py)")
+    beside = str(absolute(stands_for).parent)
+    if beside not in (*sys.path, *_SHIPPED):
+        sys.path.append(beside)  # the last, so that it hides nothing
     loader = _AsItIs(f"user_{kind}_{path.stem}", str(path))
     loader.stands_for = stands_for
     spec = importlib.util.spec_from_file_location(loader.name, stands_for, loader=loader)

@@ -22,15 +22,20 @@ import pytest
 
 import jaxrl_llm
 from jaxrl_llm import config, distributed, storage, userfile
+from jaxrl_llm.cli import open_run
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.learning import update
 from jaxrl_llm.models import hf, sharding
 from jaxrl_llm.models.qwen2 import Lora
+from jaxrl_llm.reward import Reward
+from jaxrl_llm.tasks import rewards
+from jaxrl_llm.tasks.tables import Question
 from jaxrl_llm.training import card, record, tokens
 from jaxrl_llm.training.checkpoint import Checkpoints
 from jaxrl_llm.training.components import DAY, PRETRAINED, TOKENIZER, Components
 from jaxrl_llm.training.folder import CHECKPOINTS, INITIAL, RunFolder
 from jaxrl_llm.training.record import Source
+from tests import public
 from tests.tasks import templates
 from tests.training import quick, s3
 from tests.training.conftest import forget
@@ -664,6 +669,49 @@ def test_a_config_that_loads_another_is_opened_again_as_it_was(opening, tmp_path
     assert len(RunFolder(run).config().task(tmp_path).train) == 64
 
 
+@pytest.fixture
+def paths(monkeypatch):
+    """Where modules are looked for, put back afterwards."""
+    known = {*sys.modules}
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield sys.path
+    for name in {*sys.modules} - known:
+        if name.startswith("beside_"):
+            del sys.modules[name]
+
+
+def test_a_file_imports_modules_beside_it_and_they_hide_nothing(
+    opening, tmp_path, paths, monkeypatch
+):
+    """Later too, and when a run is opened again, which knows them by their content."""
+    mine = written(
+        tmp_path / "mine" / "rw.py",
+        "import json, beside_one\nfrom tests.training.quick import config\n"
+        "def reward(example, response):\n    import beside_two\n    return beside_two.score\n",
+    )
+    written(mine.parent / "beside_one.py")
+    written(mine.parent / "beside_two.py", "score = 0.5\n")
+    written(mine.parent / "json.py", "raise ImportError")
+    monkeypatch.chdir(tmp_path)
+    before = [*paths]
+    assert rewards.reward("mine/rw.py:reward")(Question("q", (), {}), "") == Reward(0.5, False)
+    assert paths == [*before, str(mine.parent)]
+    assert {"module beside_one", "module beside_two"} <= record.modules().keys()
+    run = opening(source=Source(mine), resume=False)
+    for name in ("beside_one", "beside_two"):
+        del sys.modules[name]
+    paths[:] = before
+    RunFolder(run).config()
+    assert paths == [*before, str(mine.parent)]
+
+
+def test_modules_of_the_configs_that_are_shipped_are_no_libraries(paths):
+    """Who looks whether there is a library `gym` would run configs/gym.py."""
+    before = [*paths]
+    config.load("kk_tiny")
+    assert paths == before
+
+
 TASK = """
 class Task:
     name, train, test = "a", [0] * 4, [1]
@@ -717,6 +765,51 @@ def test_a_run_has_the_task_it_was_started_with_wherever_it_is_opened(
     for _ in range(2):
         assert RunFolder(tmp_path / "run").config().task(tmp_path).prompt(0) == "first"
         shutil.rmtree(relative, ignore_errors=True)
+
+
+OF_FILES = """from dataclasses import replace
+from pathlib import Path
+import jaxrl_llm as jl
+from jaxrl_llm.tasks import questions
+from jaxrl_llm.tasks.tables import rows
+def config(data: Path = Path("q.jsonl")):
+    task = lambda folder: (data.read_text(), questions.task(str(data), held_out=1))[1]
+    made = jl.grpo("m", str(data), "exact", steps=1, length=4, prompt_length=8, bfloat16=False)
+    return replace(made, task=task, collate=replace(made.collate, microbatches=1))
+"""
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_paths_are_from_the_folder_that_the_run_was_started_in(gone, tmp_path, monkeypatch):
+    """Of model, data and what a task opens; if it is gone, from that in which it is opened."""
+    here, elsewhere = tmp_path / "here", tmp_path / "elsewhere"
+    for folder, words in ((here, public.WORDS), (elsewhere, ["other"])):
+        folder.mkdir()
+        public.write_model(folder / "m", words=words)
+        rows = [{"question": word, "answer": folder.name} for word in public.WORDS]
+        written(folder / "q.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    mine = written(tmp_path / "mine.py", OF_FILES)
+    monkeypatch.chdir(here)
+    userfile.reset()
+    made = Components.make(config.load(mine)(), "data")
+    source = Source(mine, {}, tuple(userfile.files_read(but=mine)))
+    with RunFolder("run").open(made, source, made.identity, resume=False):
+        pass
+    shutil.move("run", elsewhere)
+    if gone:
+        for name in ("m", "q.jsonl"):
+            storage.delete(elsewhere / name)
+            shutil.move(name, elsewhere)
+    monkeypatch.chdir(elsewhere)
+    if gone:
+        shutil.rmtree(here)
+    there = lambda folder, *_: (len(record.read(folder.path)["sessions"]), made.initial_params())
+    monkeypatch.setattr(RunFolder, "params", there)
+    with open_run.open_run("run", "data", None) as (components, _, step):
+        assert components.tokenizer.digest == made.tokenizer.digest
+        assert {one.truths for one in components.task.train} == {("here",)}
+        assert (components.base[0], components.data, step) == ("m", elsewhere / "data", 1)
+    assert Path.cwd() == elsewhere
 
 
 def test_a_run_opened_again_executes_no_file_that_it_does_not_keep(opening, tmp_path, monkeypatch):
