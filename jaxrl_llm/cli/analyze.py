@@ -57,9 +57,7 @@ def main(run: str, /, options: Annotated[Options, tyro.conf.arg(name="")] = Opti
     flags_at_least(0, prompts=prompts)
     flags_at_least(1, batches=batches, tokens=tokens)
     folder, console = RunFolder(run), terminal.plain()
-    folder.path = folder.path.absolute()  # it is read in another working folder
     target = folder.path / "analysis" if options.out is None else storage.local(options.out)
-    target = target.absolute()
     with open_run(run, options.data_folder, options.step) as (components, sampler, chosen):
         if components.shape.lora is not None:
             raise UserError(f"{run} trains adapters: analyze reads runs that train all weights")

@@ -47,7 +47,6 @@ def main(
     """
     console = terminal.plain()
     folder = RunFolder(run)
-    folder.path = folder.path.absolute()  # it is read in another working folder
     if last and step is not None:
         raise UserError("eval: give either --step or --last")
     flags_at_least(0, samples=samples or 0)

@@ -23,8 +23,7 @@ def open_run(where: str, data: str, step: int | None) -> Iterator[tuple[Componen
 
     Within the block the working folder is that in which the run was started.
     """
-    folder, where_data = RunFolder(where), storage.local(data).absolute()
-    folder.path = folder.path.absolute()
+    folder, where_data = RunFolder(where), storage.local(data)
     with folder.as_started():
         components = Components.make(folder.config(), where_data)
         folder.require_model(components)

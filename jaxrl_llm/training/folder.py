@@ -321,11 +321,11 @@ class RunFolder:
 
     def as_started(self) -> AbstractContextManager[None]:
         """For a block: the run's copies stand for its files, and paths are from where it was started."""
-        run, here = record.read(self.path), self.path.absolute()
+        run = record.read(self.path)
         # the files may have changed since: each is read from the run's copy when it is asked for
-        copies = {Path(original): here / copy for original, copy in run["files"].items()}
+        copies = {Path(original): self.path / copy for original, copy in run["files"].items()}
         if run["config"] is not None:
-            copies[Path(run["config"])] = here / CONFIG
+            copies[Path(run["config"])] = self.path / CONFIG
         return userfile.redirected(copies, Path(run.get("folder", "")))
 
     def config(self) -> Config:
@@ -337,10 +337,9 @@ class RunFolder:
                 f"{self.path} was made by a program, not by a config file: only that can open it"
             )
         path = Path(run["config"])
-        copy = self.path.absolute() / CONFIG
         with self.as_started():
             make: Callable[..., Config] = configs.load(path)
-            config = configs.build(make, copy, **record.flags_for(make, run["flags"]))
+            config = configs.build(make, self.path / CONFIG, **record.flags_for(make, run["flags"]))
 
         def task(data: Path) -> Any:  # made later, and may read files of its own
             with self.as_started():

@@ -33,9 +33,8 @@ class Rollouts:
     def __init__(self, components: Components, sampler: Sampler, log: RunLog, stop: Stop):
         self._components, self.sampler, self._log, self._stop = components, sampler, log, stop
         self._config, self._sampling = components.config, components.sampling()
-        self._turns = self._config.loss.reads(
-            "turn_reward"
-        )  # so groups of which those differ teach
+        # then groups teach in which these alone differ
+        self._turns = self._config.loss.reads("turn_reward")
         self.task = components.token_task(log.clock.heartbeat, lambda: stop.requested)
         splits, seed = components.splits, self._config.seed + 1
         self._data = Batches(splits.train, self._config.prompts, seed=seed, parts=splits.parts)
