@@ -1,13 +1,12 @@
 """Work in threads beside the main one: a call, a call every so often, an event loop."""
 
 import asyncio
-import inspect
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
-from functools import cache, partial
-from typing import Any, ParamSpec, TypeVar
+from functools import cache
+from typing import ParamSpec, TypeVar
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -25,18 +24,6 @@ def in_background(work: Callable[[], T]) -> Future[T]:
 
     threading.Thread(target=run, daemon=True).start()
     return future
-
-
-def waited_for(result: Any) -> Any:
-    """The result of a call, which may be of an `async` function: in this thread, unless it runs a loop."""
-    if not inspect.iscoroutine(result):
-        return result
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(result)
-    # a loop of its own: one that all share would stand still with a function that blocks
-    return in_background(partial(asyncio.run, result)).result()
 
 
 @contextmanager

@@ -8,9 +8,9 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
-from jaxrl_llm.background import waited_for
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.reward import Reward
+from jaxrl_llm.tasks.rewards import waited_for
 from jaxrl_llm.tasks.task import Environment, Prompt
 from jaxrl_llm.tasks.tools import Toolbox, WithTools
 

@@ -1,7 +1,7 @@
 """`Objective`: a policy-gradient loss as a record of pure functions, in order of application."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -98,7 +98,7 @@ class Objective:
     @property
     def stages(self) -> int:
         """The number S of optimizer steps that each mini-batch takes."""
-        return jax.eval_shape(self.partition, self._example()).shape[0]
+        return jax.eval_shape(self.partition, self.example()).shape[0]
 
     @property
     def whole_responses(self) -> bool:
@@ -109,17 +109,6 @@ class Objective:
     def reads(self, *fields: str) -> bool:
         """True if any function of the objective reads one of these fields of `TokenData`."""
         return not self._read(self._everything).isdisjoint(fields)
-
-    @property
-    def compares(self) -> bool:
-        """True if responses to a prompt that are worth the same teach nothing: their advantages are 0."""
-        if self.reads("teacher_logp", "teacher_top", "turn_reward"):
-            return False
-        count = self.tried_on[1]
-        few = replace(self, tried_on=(2, count, 1))._example()
-        data = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), few)
-        reward = jnp.repeat(jnp.arange(2.0)[:, None], count, 1)  # of each prompt another
-        return not jnp.any(self._advantage(reward, data))
 
     @property
     def corrects(self) -> bool:
@@ -149,12 +138,12 @@ class Objective:
         def traced(reward, tokens, data):
             call(reward, tokens, _Watched.of(data, notes))
 
-        data = self._example()
+        data = self.example()
         rewards = jax.ShapeDtypeStruct(self.tried_on[:2], jnp.float32)
         jax.eval_shape(traced, rewards, data.old_logp, data)
         return notes.fields
 
-    def _example(self) -> TokenData:
+    def example(self) -> TokenData:
         """The shapes of a batch with every field known."""
         prompts, responses, tokens = self.tried_on
         of = lambda kind: jax.ShapeDtypeStruct((prompts * responses, tokens), kind)

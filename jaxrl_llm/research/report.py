@@ -178,7 +178,9 @@ def _summary(records: Sequence[Record]) -> Element:
             )
             sentences += [f"No response was correct; mean reward: {rewards}."]
     for r in tested:
-        sentences += [f"Test accuracy: {_measured(r, 'test')} at step {r['test/step']:.0f}."]
+        sentences += [
+            f"Test accuracy: {_measured(r, 'test')} at step {r.get('test/step', r['step']):.0f}."
+        ]
     sentences += ["Percent, with 95% intervals."] if len(sentences) > 1 else []
     alarmed = [(kind, r["step"]) for r in ours for kind in r if kind.startswith("alarm/")]
     for kind in dict(alarmed):

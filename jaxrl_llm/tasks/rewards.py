@@ -1,5 +1,6 @@
 """Rewards by name, and functions written for other trainers, as functions of a question and a response."""
 
+import asyncio
 import inspect
 import re
 import string
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl_llm import userfile
-from jaxrl_llm.background import once, waited_for
+from jaxrl_llm.background import in_background, once
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.reward import Reward
 from jaxrl_llm.tasks.tables import LETTERS, Question, answer_of, boxed, final
@@ -234,6 +235,18 @@ def adapted(function: Callable[..., Any], name: str) -> Scored:
     if {"completions", "responses"} & {*parameters}:
         return OfGroup(lambda question, responses: each(question, responses, len(responses)))
     return scored
+
+
+def waited_for(result: Any) -> Any:
+    """The result of a call, which may be of an `async` function: in this thread, unless it runs a loop."""
+    if not inspect.iscoroutine(result):
+        return result
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(result)
+    # a loop of its own: one that all share would stand still with a function that blocks
+    return in_background(partial(asyncio.run, result)).result()
 
 
 def _plain(result: Any) -> Any:

@@ -2,7 +2,13 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl_llm.objectives.objective import Objective
 
 Records = Sequence[Mapping[str, float]]
 
@@ -12,6 +18,17 @@ _FORMAT = re.compile(r"reward/(\w+_)?(format|boxed|answered|formatted)")
 BEGIN = 2  # steps at the begin of a run after which a reward that never differs is told
 FAILING = 0.1  # share of ungraded responses
 COLLAPSED = 0.1  # share of the value at the start of reinforcement
+
+
+def compares(objective: Objective) -> bool:
+    """True if responses to a prompt that are worth the same teach nothing: their advantages are 0."""
+    if objective.reads("teacher_logp", "teacher_top", "turn_reward"):
+        return False
+    count = objective.tried_on[1]
+    few = replace(objective, tried_on=(2, count, 1)).example()
+    data = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), few)
+    reward = jnp.repeat(jnp.arange(2.0)[:, None], count, 1)  # of each prompt another
+    return not jnp.any(objective.advantage(reward, data))
 
 
 def alarms(records: Records, compares: bool = True) -> dict[str, str]:

@@ -122,7 +122,8 @@ class Checkpoints:
             found = {"regular": self._regular(step), "score": None}
             with suppress(Exception):  # damage is told where it is restored
                 found |= self._note(step)
-                found["score"] = found["score"] and tuple(found["score"])
+                if (score := found["score"]) is not None:  # of older runs it is the accuracy alone
+                    found["score"] = tuple(score) if isinstance(score, list) else (score, 0.0)
             self._notes[step] = {name: found[name] for name in ("regular", "score")}
         return self._notes[step]
 

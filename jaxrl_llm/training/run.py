@@ -23,7 +23,7 @@ from jaxrl_llm.learning.update import TrainState
 from jaxrl_llm.models import qwen2, sharding
 from jaxrl_llm.tasks.task import Source as Examples
 from jaxrl_llm.tasks.task import Supervised
-from jaxrl_llm.training import record, terminal
+from jaxrl_llm.training import alarms, record, terminal
 from jaxrl_llm.training.checkpoint import Checkpoints, DamageError
 from jaxrl_llm.training.clock import Clock, spent
 from jaxrl_llm.training.components import DATA, Components, Splits
@@ -210,7 +210,7 @@ class Run:
                 config.engine.start(components.policy, components.mesh, folder.path, alive)
             )
             sampler.prompt_length = components.prompt_length
-            log = RunLog(journal, clock, config.max_ungraded, config.loss.compares)
+            log = RunLog(journal, clock, config.max_ungraded, alarms.compares(config.loss))
             stack.enter_context(repeating(log.tell, WAIT))
             rollouts = Rollouts(components, sampler, log, stop)
             stack.callback(rollouts.close)

@@ -201,14 +201,6 @@ def test_a_penalty_by_the_teacher_pulls_as_the_reward_does():
     close(by_penalty, np.where(data.mask, data.old_logp - data.teacher_logp, 0.0))
 
 
-def test_where_equal_rewards_teach_nothing():
-    """Not by a teacher, nor where responses are compared with those to other prompts, or with none."""
-    learns = {name for name, make in recipes.BY_NAME.items() if not make(7).compares}
-    others = {"reinforce_plus_plus", "w_reinforce", "asymre", "unlikeliness"}
-    assert learns == {*others, "distillation", "gkd", "erl"}
-    assert not Objective(advantage=advantages.by_turn).compares
-
-
 UNLIKELY = partial(advantages.shaped, by=advantages.unlikeliness)
 LONG = partial(advantages.shaped, by=partial(advantages.overlong, longest=7, buffer=4))
 

@@ -2,7 +2,8 @@
 
 import pytest
 
-from jaxrl_llm.training.alarms import alarms, reason_to_stop
+from jaxrl_llm.objectives import Objective, advantages, recipes
+from jaxrl_llm.training.alarms import alarms, compares, reason_to_stop
 
 FINE = {
     "ungraded_share": 0.0, "updates": 4, "skipped": 0, "constant_groups": 0.2, "entropy": 1.0,
@@ -78,6 +79,14 @@ def test_no_false_alarm(records):
 )
 def test_a_reward_that_never_differs_is_explained(changes, said):
     assert said in alarms(steps(2, **SAME | changes))["reward"]
+
+
+def test_where_equal_rewards_teach_nothing():
+    """Not by a teacher, nor where responses are compared with those to other prompts, or with none."""
+    learns = {name for name, make in recipes.BY_NAME.items() if not compares(make(7))}
+    others = {"reinforce_plus_plus", "w_reinforce", "asymre", "unlikeliness"}
+    assert learns == {*others, "distillation", "gkd", "erl"}
+    assert not compares(Objective(advantage=advantages.by_turn))
 
 
 def test_equal_rewards_are_no_alarm_where_something_else_teaches():
