@@ -13,6 +13,7 @@ import sys
 import tempfile
 import threading
 import time
+import tomllib
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -429,8 +430,8 @@ def test_a_root_that_vanishes_ends_the_server_with_a_line(root, sidecar):
     assert not root.exists()
 
 
-def script(tmp_path, tool, install=0, **environment):
-    """Runs launch/sidecar.sh cpu with this tool alone; its end, and what each command was told."""
+def script(tmp_path, tool, install=0, kind="cpu", **environment):
+    """Runs launch/sidecar.sh with this tool alone; its end, and what each command was told."""
     tools = tmp_path / "bin"
     tools.mkdir()
     for name in ("mktemp", "rm", "mkdir", "cp", "bash"):
@@ -442,7 +443,7 @@ def script(tmp_path, tool, install=0, **environment):
         (tools / name).write_text(text)
         (tools / name).chmod(0o755)
     done = subprocess.run(
-        [HERE.parents[1] / "launch" / "sidecar.sh", "cpu", "env"],
+        [HERE.parents[1] / "launch" / "sidecar.sh", kind, "env"],
         cwd=tmp_path,
         env={"PATH": str(tools), **environment},
         capture_output=True,
@@ -463,6 +464,14 @@ def test_the_environment_is_made(tmp_path, tool, links):
     assert ("--torch-backend" in install) == (not links)
     assert calls[0][0] == tool
     assert (["python", "-m", "pip", "install", "-q", "uv"] in calls) == (tool == "python3")
+
+
+def test_for_a_gpu_it_is_the_vllm_that_the_tests_use(tmp_path):
+    done, calls = script(tmp_path, "uv", kind="gpu")
+    assert done.returncode == 0, done.stderr
+    (install,) = [call for call in calls if call[:3] == ["uv", "pip", "install"]]
+    known = tomllib.loads((HERE.parents[1] / "pyproject.toml").read_text())["project"]
+    assert install[-1:] == known["optional-dependencies"]["vllm"] == ["vllm==0.32.0"]
 
 
 def test_what_is_missing_is_said(tmp_path):
