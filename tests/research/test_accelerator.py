@@ -17,6 +17,8 @@ from jaxrl_llm.models import attention
 from jaxrl_llm.research import accelerator, checks
 from jaxrl_llm.research.accelerator import Check
 from jaxrl_llm.research.checks import Line
+from tests.reference.peer import needed
+from tests.tiny import slow
 from tests.training.process import fails
 
 
@@ -151,15 +153,15 @@ def test_a_kernel_that_sees_other_sequences_is_wrong(monkeypatch):
     assert judged == {"packed": False, "padded": True, "window": False}
 
 
-@pytest.mark.slow
-def test_all_checks_can_be_made(tmp_path):
+@pytest.mark.parametrize("served", [False, slow(True)])
+def test_all_checks_can_be_made(tmp_path, served):
     """With what a CPU has: nothing is wrong, and what it has not is left out with a reason."""
-    vllm = os.environ.get("JAXRL_VLLM_PYTHON")
-    found, code = told(tmp_path, f"--vllm {vllm}" if vllm else "")
+    vllm = f"--vllm {needed('JAXRL_VLLM_PYTHON', 'an interpreter with vLLM')}" if served else ""
+    found, code = told(tmp_path, vllm)
     lines = [Line(**line) for entry in found.values() for line in entry["lines"]]
     assert [line for line in lines if line.fine is False] == []
     assert code == 0
     assert {entry["check"] for entry in found.values()} == {*range(8)}
     assert {line.why for line in lines if line.why} <= {"a cpu does not tell", "no --vllm PYTHON"}
     judged = {entry["check"] for entry in found.values() if any(x["fine"] for x in entry["lines"])}
-    assert judged >= {1, 2, 3, 4, 7} | ({6} if vllm else set())
+    assert judged >= {1, 2, 3, 4, 7} | ({6} if served else set())
