@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError
 
-# Of a GPU's memory the command line has JAX take this share (JAX's own default is 0.75), and leaves
+# Of a GPU's memory JAX is made to take this share (JAX's own default is 0.75), and leaves
 # at least so many bytes: what is left is for the driver and the communication libraries.
 OF_A_GPU, LEFT = 0.94, 2 * 2**30
 JAXS_SHARE = 0.75
@@ -102,13 +102,15 @@ def ask_driver(*fields: str) -> list[list[float]]:
     return [[*map(float, row)] for row in whole if row and all(map(str.isdecimal, row))]
 
 
-@cache  # once is enough
 def begin(shared: float = 0.0) -> None:
-    """Has all done that is to be done before JAX starts, and nothing after: the three functions below."""
-    from jax._src import xla_bridge  # starts nothing
+    """Has all done that is to be done before JAX starts: `prepare`, `leave`, `require_room`; nothing after."""
+    import jax  # which starts nothing
+    from jax._src import xla_bridge
 
     if not xla_bridge.backends_are_initialized():
         prepare()
+        kept = jax.config.jax_compilation_cache_dir or os.environ.get(COMPILED)
+        jax.config.update("jax_compilation_cache_dir", kept)  # it has read the variable already
         leave(shared)
         require_room()
 
@@ -148,9 +150,9 @@ def require_room() -> None:
     ]:
         if time.monotonic() > until:
             raise UserError(
-                f"others hold {full[0]}, and JAX is to take {share:.0%} of it: end them (nvidia-smi names them), "
-                f"choose another GPU by CUDA_VISIBLE_DEVICES, set {FRACTIONS[0]} to less, or JAX_PLATFORMS=cpu "
-                "to stay off it"
+                f"others hold {full[0]}, or torch in this process, and JAX is to take {share:.0%} of it: end them "
+                f"(nvidia-smi names them), choose another GPU by CUDA_VISIBLE_DEVICES, set {FRACTIONS[0]} to "
+                "less, or JAX_PLATFORMS=cpu to stay off it"
             )
         time.sleep(1)  # one that has just ended may not have given all back
 

@@ -180,8 +180,8 @@ def require_room(caller: str, prompt: int, more: int, room: int) -> None:
     """A UserError unless a prompt of so many tokens, and so many `more`, fit into the model's context."""
     if prompt + more > room:
         raise UserError(
-            f"{caller}: a prompt and {more} tokens to come are {prompt + more}, and the model has room for "
-            f"{room}: lower max_tokens, or shorten the prompt"
+            f"{caller}: a prompt of {prompt} and {more} to come are {prompt + more} tokens, and the model has "
+            f"room for {room}: lower max_tokens, or shorten the prompt"
         )
 
 

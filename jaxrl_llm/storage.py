@@ -259,6 +259,14 @@ def push(path: Path) -> None:
         mirror.push(path)
 
 
+def try_push(path: Path) -> None:
+    """As `push`, but only warns where that fails: for what can be had again."""
+    try:
+        push(path)
+    except (UserError, OSError) as error:
+        logger.warning("%s was not uploaded: %s", path, first_line(error))
+
+
 def heard() -> float:
     """When a bucket last answered, by `time.perf_counter`: whoever waits for a long upload lives."""
     return _Mirror.heard
@@ -305,7 +313,7 @@ def delete(path: Path) -> None:
         logger.warning("%s cannot be removed and is left (%s)", path, first_line(error))
 
 
-def display_path(text: Any) -> str:
+def as_url(text: Any) -> str:
     """The text with paths of mirrors replaced by their URLs."""
     text = str(text)
     for url, mirror in _MIRRORS.items():
@@ -314,12 +322,12 @@ def display_path(text: Any) -> str:
 
 
 def shown(text: Any) -> str:
-    """As `display_path`, for people: a path below the working folder is written from there on."""
+    """As `as_url`, for people: a path below the working folder is written from there on."""
     try:
         here = re.escape(os.path.join(os.getcwd(), ""))
     except OSError:  # somebody has removed it
         here = "/"
-    text = display_path(text)
+    text = as_url(text)
     return re.sub(rf"(?<![\w./~-]){here}(?=\w)", "", text) if here != "/" else text
 
 

@@ -4,10 +4,11 @@ import difflib
 import hashlib
 import importlib.util
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import chdir, contextmanager
+from contextlib import contextmanager
 from contextvars import ContextVar
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -39,13 +40,11 @@ _INSTEAD: ContextVar[tuple[Mapping[Path, Path], Path] | None] = ContextVar("_INS
 def redirected(copies: Mapping[Path, Path], folder: Path) -> Iterator[None]:
     """For the block, `run(original)` runs `copies[original]` as if it were the original.
 
-    `folder` is the working folder, if it is there: of all relative paths, in the files too. A file without
-    a copy is a UserError.
+    Relative paths are taken from `folder`; a file without a copy is a UserError.
     """
     token = _INSTEAD.set((copies, folder))
     try:
-        with chdir(folder if os.access(folder, os.X_OK) else "."):
-            yield
+        yield
     finally:
         _INSTEAD.reset(token)
 
@@ -106,13 +105,10 @@ def read(path: Path, kind: str) -> str:
 
 def valid_unicode(text: str) -> None:
     r"""A UserError if a text has half a surrogate pair, as the `\ud83d` of JSON is: no tokenizer reads it."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        half = error.object[error.start]
+    if half := re.search("[\ud800-\udfff]", text):
         raise UserError(
-            f"a text has half a surrogate pair, {half!r}, so it is no valid Unicode: take that out"
-        ) from error
+            f"a text has half a surrogate pair, {half[0]!r}, so it is no valid Unicode: take it out"
+        )
 
 
 def run(path: Path, kind: str) -> ModuleType:

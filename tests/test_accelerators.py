@@ -43,10 +43,8 @@ def host(tmp_path, monkeypatch):
     monkeypatch.setattr(accelerators, "IOMMU", tmp_path / "iommu")
     monkeypatch.setattr(accelerators, "ACCEL", tmp_path / "class")
     accelerators.gpu_memory.cache_clear()
-    accelerators.begin.cache_clear()
     yield tmp_path
     accelerators.gpu_memory.cache_clear()
-    accelerators.begin.cache_clear()
     jax.config.update("jax_platforms", told)
 
 
@@ -241,15 +239,15 @@ from jaxrl_llm import accelerators
 from jaxrl_llm.models import sharding
 accelerators.DEV = pathlib.Path.cwd()
 sharding.make_mesh()
-print(os.environ["XLA_CLIENT_MEM_FRACTION"], "XLA_FLAGS" in os.environ)
+print(os.environ["XLA_CLIENT_MEM_FRACTION"], "XLA_FLAGS" in os.environ, jax.config.jax_compilation_cache_dir)
 """
     root = str(pathlib.Path(__file__).parents[1])
     variables = {**os.environ, "PYTHONPATH": root, "JAX_PLATFORMS": "cpu"}
-    for name in (*accelerators.FRACTIONS, "XLA_FLAGS"):
+    for name in (*accelerators.FRACTIONS, accelerators.COMPILED, "XLA_FLAGS"):
         variables.pop(name, None)
     how = {"cwd": tmp_path, "env": variables, "capture_output": True, "text": True}
     done = subprocess.run([sys.executable, "-c", script], check=True, **how)
-    assert done.stdout == "0.94 True\n"
+    assert done.stdout == f"0.94 True {os.path.expanduser('~/.cache/jaxrl_llm/compiled')}\n"
 
 
 def test_servers_may_not_be_left_all_of_a_gpu(host):

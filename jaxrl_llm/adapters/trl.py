@@ -2,7 +2,6 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
@@ -10,7 +9,7 @@ from typing import Any
 
 from jaxrl_llm.errors import UserError
 from jaxrl_llm.reward import Reward
-from jaxrl_llm.tasks.rewards import waited_for
+from jaxrl_llm.tasks.rewards import copied, waited_for
 from jaxrl_llm.tasks.task import Environment, Prompt
 from jaxrl_llm.tasks.tools import Toolbox, WithTools
 
@@ -62,7 +61,7 @@ class Environments:
     def _begun(self, row: Row) -> Any:
         """An object that was reset; UserError if it says something else than those before it."""
         environment = self.factory()
-        said = environment.reset(**deepcopy({**row}))  # it may change what it is given
+        said = environment.reset(**copied(row))
         if not isinstance(said, str | None):
             kind = type(said).__name__
             raise UserError(f"{self.name}: reset() returned a {kind}: let it return a text or None")

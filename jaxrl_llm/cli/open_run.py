@@ -1,7 +1,8 @@
 """Opens a run to generate with its policy, for `analyze`, `eval` and `sample`."""
 
+import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import chdir, contextmanager, nullcontext
 from typing import Annotated
 
 import jax
@@ -21,11 +22,13 @@ DataFolder = Annotated[str, tyro.conf.arg(help="where data sets are kept")]
 def open_run(where: str, data: str, step: int | None) -> Iterator[tuple[Components, Sampler, int]]:
     """A run's components, a sampler with the weights of `step` (None: the best), and that step.
 
-    Within the block the working folder is that in which the run was started.
+    Within the block the working folder is that in which the run was started, if it is here: relative paths
+    of models, data and rewards are from there.
     """
-    folder, where_data = RunFolder(where), storage.local(data)
-    with folder.as_started():
-        components = Components.make(folder.config(), where_data)
+    folder, data_folder = RunFolder(where), storage.local(data)
+    begun_in = record.read(folder.path).get("folder", "")
+    with chdir(begun_in) if os.path.isdir(begun_in) else nullcontext():
+        components = Components.make(folder.config(), data_folder)
         folder.require_model(components)
         record.require_given(folder.path, record.modules())
         engine = components.config.engine
@@ -40,4 +43,4 @@ def open_run(where: str, data: str, step: int | None) -> Iterator[tuple[Componen
             sampler.prompt_length = components.prompt_length
             sampler.push(params, chosen)
             yield components, sampler, chosen
-    storage.push(where_data)  # the marks of a judge
+    storage.try_push(data_folder)  # the marks of a judge

@@ -163,7 +163,7 @@ def main(options: Options, config: Config, source: Source) -> None:
     with (
         stoppable(stop, grace=options.grace, minutes=options.max_minutes),
         distributed.initialize(options.process, stop, lost=options.lost),
-        terminal.alone() if options.json else nullcontext() as records,
+        terminal.alone() if options.json and not options.dry_run else nullcontext() as records,
     ):
         silent = (options.quiet or options.json) and not options.dry_run
         console = terminal.console(quiet=silent or not distributed.first())

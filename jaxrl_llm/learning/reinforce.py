@@ -50,9 +50,8 @@ class Step:
 
     def batch(self, groups: Sequence[Group]) -> tuple[Batch, jax.Array]:
         """The batch on the devices, and its rewards `[P,G]`."""
-        keep = learned_from(
-            groups, self.drop_constant_groups, turns=self.objective.reads("turn_reward")
-        )
+        drop = self.drop_constant_groups
+        keep = learned_from(groups, drop, drop and self.objective.reads("turn_reward"))
         batch = update.place(self.collate(trajectories(groups), keep.tolist()), self.mesh)
         reward = np.asarray([[r.score for r in group.rewards] for group in groups], np.float32)
         return batch, sharding.replicated(reward, self.mesh)
@@ -153,14 +152,13 @@ def require_our_policy(
     if not gap <= tolerance:
         raise UserError(
             f"step {step + 1}: the log-probs that came with the responses are {gap:.3g} from the trainer's on "
-            f"the mean (tolerance {tolerance:g}): a server computes in another precision or, where sync/proof "
-            "is not 1, with other weights, or its answers are altered; look into that, then go on with --resume"
+            f"the mean (tolerance {tolerance:g}): a server computes in another precision or, where the metric "
+            "sync/proof is not 1, with other weights, or its answers are altered; look into that, then go on "
+            "with --resume"
         )
 
 
-def learned_from(
-    groups: Sequence[Group], drop_constant: bool, *, turns: bool = False
-) -> np.ndarray:
+def learned_from(groups: Sequence[Group], drop_constant: bool, turns: bool = False) -> np.ndarray:
     """`[B]`: the responses to learn from: checked ones, but no lone checked one of a larger group.
 
     With `drop_constant` none of a group whose rewards are all equal, with `turns` those of turns too.

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
@@ -419,7 +420,9 @@ def model_shape(model: Pretrained) -> qwen2.Shape:
 
     A folder, which may have a preset's name, is read.
     """
-    where, presets = storage.local(model.name), families.PRESETS
+    where, presets = Path(model.name).expanduser(), families.PRESETS
+    if storage.is_url(model.name):
+        where = storage.local(model.name)
     known = presets.get(where.name) or presets.get(where.name.removesuffix("-Instruct"))
     if known is None or storage.is_url(model.name) or where.is_dir():
         known = hf.load_shape(hf.resolve(where, model.revision))

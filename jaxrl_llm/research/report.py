@@ -140,7 +140,7 @@ def _run(folder: Path) -> tuple[str, list[Part]]:
         step, rows = _or_none(analysed, lambda found: (found["step"], analysis_report.rows(found)))
         parts += [tag("h2", "Analysis"), table(f"of step {step}", (), rows)]
         parts += _pictures(sorted(analysed.parent.glob("*.png")))
-    return Path(storage.display_path(folder.absolute())).name, [*parts, *_provenance(run)]
+    return Path(storage.as_url(folder.absolute())).name, [*parts, *_provenance(run)]
 
 
 def _summary(records: Sequence[Record]) -> Element:

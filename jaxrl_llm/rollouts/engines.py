@@ -115,11 +115,10 @@ class Vllm:
     servers' key is in `key_file`, or in VLLM_API_KEY; over http it may leave this machine only with
     `plain_http`. `tolerance` is how far a server's log-probs may be from the trainer's after a sync
     (None: by dtype). A server has `concurrency` requests at a time (0: as many as it batches). With
-    `share` it takes that part of GPUs on which the trainer is too (a server on each, where `devices`
-    name none), and JAX the rest. With `replay` a
-    mixture's tokens are sent to the same experts where they are learned from. In seconds:
-    `patience` for a server that starts or does not answer, `timeout` for one answer, to which time
-    per token is added.
+    `share` it takes that part of the trainer's GPUs, and JAX the rest: a server on each, unless
+    `devices` or parallelism in `arguments` say otherwise. With `replay` a mixture's tokens are sent
+    to the same experts where they are learned from. In seconds: `patience` for a server that starts
+    or does not answer, `timeout` for one answer, to which time per token is added.
 
     >>> jl.Vllm(python="sidecar/bin/python", devices=("4", "5"), max_model_len=2048).dtype
     'bfloat16'
@@ -238,7 +237,7 @@ class Vllm:
         from jaxrl_llm.rollouts.vllm.sidecar import Sidecar
 
         with ExitStack() as stack:
-            beside = self._beside_jax()
+            beside = self._sharing_with_jax()
             arguments = (*_for_adapters(adapter), *beside.arguments)
             if self.replay and experts:
                 arguments = (*EXPERTS, *arguments)
@@ -251,7 +250,7 @@ class Vllm:
                 stack.callback(pool.submit, sidecar.stop)
             yield sidecars
 
-    def _beside_jax(self) -> "Vllm":
+    def _sharing_with_jax(self) -> "Vllm":
         """Itself for GPUs that JAX uses too: with its share, on all of them if it has one and names none.
 
         A UserError where both want all of one.
@@ -259,11 +258,12 @@ class Vllm:
         gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
         here = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(gpus))))
         visible, devices = here.split(","), self.devices
-        if self.share and devices == ("",) and len(gpus) > 1:
+        one = any(re.search("parallel|^-[tp]p", word) for word in self.arguments)  # server of all
+        if self.share and devices == ("",) and len(gpus) > 1 and not one:
             devices = tuple(visible[: len(gpus)])
         taken, wanted = _held(gpus), self._utilization()
         remedy = (
-            f"JAX was started without word of that: set {FRACTIONS[0]}={OF_A_GPU - self.share:.2f} before"
+            f"JAX has to leave that as it starts: set {FRACTIONS[0]}={OF_A_GPU - self.share:.2f}"
             if self.share
             else "let them share it (share=0.4), or give vLLM others (devices) and name the trainer's own in "
             "CUDA_VISIBLE_DEVICES"
@@ -325,7 +325,8 @@ class Vllm:
 
 def _held(gpus: Sequence[Any]) -> float:
     """The share of a GPU that JAX has: by its allocator, else what it is to take."""
-    limits = [stats["bytes_limit"] for gpu in gpus if (stats := gpu.memory_stats())]
+    stats = [gpu.memory_stats() or {} for gpu in gpus]
+    limits = [one["bytes_limit"] for one in stats if "bytes_limit" in one]
     return min(limits) / memory if limits and (memory := gpu_memory()) else share_of_a_gpu()
 
 

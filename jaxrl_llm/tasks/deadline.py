@@ -14,7 +14,7 @@ import traceback
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import dropwhile
@@ -215,7 +215,8 @@ class _Interrupter:
         signal.setitimer(_TIMER, 0)
         signal.setitimer(signal.ITIMER_REAL, *alarm)
         if folder and _working_folder() != folder:
-            os.chdir(folder)
+            with suppress(OSError):  # it may have removed that
+                os.chdir(folder)
         for number, handler in self.handlers.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)

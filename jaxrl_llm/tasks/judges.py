@@ -78,8 +78,10 @@ class Judge:
         )
         self._lock = threading.Lock()
         self._answers = dict[str, list[float]]()
-        if cache:  # what other processes were told too
-            for file in cache.parent.glob(f"{cache.stem.rstrip('0123456789')}*{cache.suffix}"):
+        if cache:  # of each process: of one file the bucket would keep what was uploaded last
+            self._cache = cache.with_stem(f"{cache.stem}{distributed.index() or ''}")
+            files = sorted(cache.parent.glob(f"{cache.stem}*{cache.suffix}"))
+            for file in [*files, self._cache] if self._cache in files else files:
                 self._answers |= _read(file)
 
     def __call__(self, question: Question, response: str) -> Reward:
@@ -198,6 +200,5 @@ def of_flags(
             )
         return None
     text = userfile.read(Path(rubric), "rubric") if rubric else RUBRIC
-    # each process has its own file: of one the bucket would keep what was uploaded last
-    judge = Judge(url, model, text, folder / f"judged{distributed.index() or ''}.txt")
+    judge = Judge(url, model, text, folder / "judged.txt")
     return OfGroup(judge.ranks) if ranks else judge

@@ -121,9 +121,7 @@ def check_single(task: Task[Any], wrapper: str, *, episodes: bool = False) -> No
     if isinstance(task, Supervised):
         raise UserError(f"{wrapper}: the task has rows to imitate, and no rewards")
     if isinstance(task, GradesGroups):
-        raise UserError(
-            f"{wrapper}: the task grades groups, and here each response is graded alone"
-        )
+        raise UserError(f"{wrapper}: the task grades groups, here each response is graded alone")
     if isinstance(task, Relearned) or (isinstance(task, Interactive) and not episodes):
         raise UserError(f"{wrapper}: the task has an environment of its own: change that one")
     if isinstance(task, Remembers | Evaluated):

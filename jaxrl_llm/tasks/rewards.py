@@ -192,7 +192,7 @@ def adapted(function: Callable[..., Any], name: str) -> Scored:
         prompt = list(question.prompt) if chat else question.prompt
         columns = {n: x for n, x in question.row.items() if n not in ("prompt", "completion")}
         given = named(columns | {"prompts": prompt, "completions": ()})
-        each = {n: [deepcopy(x) for _ in range(count)] for n, x in given.items()}
+        each = {n: [copied(x) for _ in range(count)] for n, x in given.items()}
         return function(**each | {"completions": messages if chat else [*responses]})
 
     def for_verl(question: Question, response: str) -> Any:
@@ -206,14 +206,14 @@ def adapted(function: Callable[..., Any], name: str) -> Scored:
             "ground_truth": (row.get("reward_model") or {}).get("ground_truth", truth),
             "extra_info": row.get("extra_info") or {},
         }
-        return function(**deepcopy(named(parts)))
+        return function(**copied(named(parts)))
 
     if "completions" in parameters:
         call = for_trl
     elif "solution_str" in parameters:
         call = for_verl
     elif len(needed) == 2 and next(iter(parameters)) != "response":
-        call = lambda question, response: function(*deepcopy((question.row, response)))
+        call = lambda question, said: function(copied(question.row), copied(said))
     else:
         raise UserError(
             f"--reward {name} takes ({', '.join(parameters)}): write it as reward(example, response), as "
@@ -247,6 +247,16 @@ def waited_for(result: Any) -> Any:
         return asyncio.run(result)
     # a loop of its own: one that all share would stand still with a function that blocks
     return in_background(partial(asyncio.run, result)).result()
+
+
+def copied(value: Any) -> Any:
+    """A copy for a function that may change it; what has none, as a lock or a client, is handed on."""
+    if isinstance(value, Mapping):
+        return {name: copied(x) for name, x in value.items()}
+    try:
+        return deepcopy(value)
+    except Exception:
+        return value
 
 
 def _plain(result: Any) -> Any:

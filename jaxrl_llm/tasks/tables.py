@@ -70,10 +70,10 @@ def _json(text: str, where: str) -> Any:
     except json.JSONDecodeError as error:
         said = error if error.lineno > 1 else f"{error.msg} at character {error.pos + 1}"
         raise UserError(f"{where}: not JSON: {said}") from error
-    except (ValueError, RecursionError) as error:  # Python reads 4300 digits
-        raise UserError(
-            f"{where}: a number of too many digits, or lists too deep in lists: write it as a text"
-        ) from error
+    except ValueError as error:  # Python reads 4300 digits
+        raise UserError(f"{where}: a number of too many digits: write it as a text") from error
+    except RecursionError as error:
+        raise UserError(f"{where}: lists or objects too deep in one another") from error
 
 
 def _csv(path: Path) -> list[Any]:

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import islice
 
 import jax
@@ -20,23 +19,30 @@ FAILING = 0.1  # share of ungraded responses
 COLLAPSED = 0.1  # share of the value at the start of reinforcement
 
 
-def compares(objective: Objective) -> bool:
-    """True if responses to a prompt that are worth the same teach nothing: their advantages are 0."""
+def equal_rewards_teach(objective: Objective) -> bool:
+    """True if something is learned from responses to a prompt that are all worth the same.
+
+    By a teacher, by the rewards of turns, or since they have an advantage over those to another prompt.
+    """
     if objective.reads("teacher_logp", "teacher_top", "turn_reward"):
-        return False
-    count = objective.tried_on[1]
-    few = replace(objective, tried_on=(2, count, 1)).example()
-    data = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), few)
-    reward = jnp.repeat(jnp.arange(2.0)[:, None], count, 1)  # of each prompt another
-    return not jnp.any(objective.advantage(reward, data))
+        return True
+
+    def has_advantage() -> jax.Array:
+        prompts, count, _ = objective.tried_on
+        reward = jnp.repeat(jnp.arange(prompts, dtype=jnp.float32)[:, None], count, 1)
+        data = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), objective.example())
+        data = data._replace(reward=data.old_logp * reward.reshape(-1, 1))
+        return jnp.any(jnp.nan_to_num(objective.advantage(reward, data)))
+
+    return bool(jax.jit(has_advantage)())
 
 
-def alarms(records: Records, compares: bool = True) -> dict[str, str]:
-    """Warnings about the last of these records, by kind; `compares`: equal rewards teach nothing."""
+def alarms(records: Records, equal_rewards_teach: bool = False) -> dict[str, str]:
+    """Warnings about the last of these records: texts by kind."""
     checks = {
         "ungraded": _ungraded,
         "skipped": _skipped,
-        **({"reward": _same_reward, "flat": _flat} if compares else {}),
+        **({} if equal_rewards_teach else {"reward": _same_reward, "flat": _flat}),
         "entropy": lambda found: _collapsed("entropy", found),
         "length": lambda found: _collapsed("length", found),
     }

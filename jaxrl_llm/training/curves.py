@@ -132,7 +132,7 @@ def label(name: str) -> str:
 
 def names(folders: Sequence[Path]) -> list[str]:
     """The shortest path endings that tell the runs apart."""
-    paths = [Path(storage.display_path(folder.absolute())).parts for folder in folders]
+    paths = [Path(storage.as_url(folder.absolute())).parts for folder in folders]
     length = 1
     while len({path[-length:] for path in paths}) < len(set(paths)):
         length += 1

@@ -17,7 +17,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import date
 from pathlib import Path
@@ -62,7 +62,7 @@ class RunFolder:
 
     def pull(self) -> Path:
         """Brings what others have written to a bucket until now; the folder."""
-        return storage.local(storage.display_path(self.path), but=FEW_READ)
+        return storage.local(storage.as_url(self.path), but=FEW_READ)
 
     @property
     def holds_run(self) -> bool:
@@ -319,15 +319,6 @@ class RunFolder:
         }
         return replace(config.sized(run["given"]), **models)
 
-    def as_started(self) -> AbstractContextManager[None]:
-        """For a block: the run's copies stand for its files, and paths are from where it was started."""
-        run = record.read(self.path)
-        # the files may have changed since: each is read from the run's copy when it is asked for
-        copies = {Path(original): self.path / copy for original, copy in run["files"].items()}
-        if run["config"] is not None:
-            copies[Path(run["config"])] = self.path / CONFIG
-        return userfile.redirected(copies, Path(run.get("folder", "")))
-
     def config(self) -> Config:
         """The config of a run, made by the run's own copies of its files, which are executed."""
         run = record.read(self.path)
@@ -337,12 +328,16 @@ class RunFolder:
                 f"{self.path} was made by a program, not by a config file: only that can open it"
             )
         path = Path(run["config"])
-        with self.as_started():
+        # the files may have changed since: each is read from the run's copy when it is asked for
+        copies = {Path(original): self.path / copy for original, copy in run["files"].items()}
+        copies[path] = self.path / CONFIG
+        begun_in = Path(run.get("folder", ""))
+        with userfile.redirected(copies, begun_in):
             make: Callable[..., Config] = configs.load(path)
             config = configs.build(make, self.path / CONFIG, **record.flags_for(make, run["flags"]))
 
         def task(data: Path) -> Any:  # made later, and may read files of its own
-            with self.as_started():
+            with userfile.redirected(copies, begun_in):
                 return config.task(data)
 
         return self.pinned(replace(config, task=task))
@@ -391,7 +386,7 @@ class RunFolder:
             return None
         there = RunFolder(where, bring=False)
         # once this run has a checkpoint it needs nothing of the other
-        if storage.display_path(there.path) != recorded or not self.checkpoints().steps:
+        if storage.as_url(there.path) != recorded or not self.checkpoints().steps:
             there.pull()
         if not resuming:
             record.read(there.path)  # that it is a run

@@ -43,10 +43,14 @@ class RunLog:
     """
 
     def __init__(
-        self, journal: Journal, clock: Clock, max_ungraded: float = 1.0, compares: bool = True
+        self,
+        journal: Journal,
+        clock: Clock,
+        max_ungraded: float = 1.0,
+        equal_rewards_teach: bool = False,
     ):
         self.journal, self.clock, self._most_ungraded = journal, clock, max_ungraded
-        self._compares = compares
+        self._equal_rewards_teach = equal_rewards_teach
         self.phase = clock  # `with log.phase(name)` counts the time of the block
         self._pending: tuple[int, Figures] | None = None
         self._figures: Figures = dict
@@ -109,7 +113,7 @@ class RunLog:
         (step, figures), self._pending = self._pending, None
         values = figures()
         self._records.append({name: float(value) for name, value in values.items()})
-        found = alarms.alarms(self._records, self._compares)
+        found = alarms.alarms(self._records, self._equal_rewards_teach)
         alarmed = {f"alarm/{kind}": 1 for kind in found}
         self.journal.record(step, self._phase, {**values, **alarmed})
         self._records[-1] = self.journal.records[-1]  # kept once

@@ -73,7 +73,7 @@ def new(
         "files": {},
         "sums": {},
         "folder": str(Path.cwd()),
-        "init_from": init_from and storage.display_path(init_from),
+        "init_from": init_from and storage.as_url(init_from),
         "init_from_id": init_from and identity(init_from),
         "given": dict(inputs or {}),
         "sessions": [_session(flags)],
@@ -237,7 +237,8 @@ def continued(
 def with_stored_flags(make: Callable[..., Any], folder: Path) -> Callable[..., Any]:
     """`make` with its defaults replaced by the flags of the run in the folder."""
     stored, names = flags_for(make, read(folder)["flags"]), inspect.signature(make).parameters
-    stored = {name: value for name, value in stored.items() if name in names}
+    by_name = {n for n, one in names.items() if one.kind is not one.POSITIONAL_ONLY}
+    stored = {name: value for name, value in stored.items() if name in by_name}
     flagged: Any = functools.wraps(make)(lambda *args, **given: make(*args, **given))
     # by name, as flags are: the config may have got one without a default after one that has a stored one
     flagged.__signature__ = inspect.signature(functools.partial(make, **stored))

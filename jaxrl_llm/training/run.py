@@ -149,7 +149,7 @@ class Run:
             if resume is not False and folder.holds_run:
                 config = folder.pinned(config)  # sizes and the model's commit stay as at the start
             components, inputs = _components(config, data, console)
-            stack.callback(storage.push, components.data)  # a judge's marks, of the test too
+            stack.callback(storage.try_push, components.data)  # a judge's marks, of the test too
             config, first = components.config, components.config.warm_steps
             source = source and with_files_read(source)
             if distributed.count() > 1:
@@ -210,7 +210,8 @@ class Run:
                 config.engine.start(components.policy, components.mesh, folder.path, alive)
             )
             sampler.prompt_length = components.prompt_length
-            log = RunLog(journal, clock, config.max_ungraded, alarms.compares(config.loss))
+            teach = alarms.equal_rewards_teach(config.loss)
+            log = RunLog(journal, clock, config.max_ungraded, teach)
             stack.enter_context(repeating(log.tell, WAIT))
             rollouts = Rollouts(components, sampler, log, stop)
             stack.callback(rollouts.close)
@@ -275,7 +276,9 @@ class Run:
             self.log.journal.sync()
             first = not self.checkpoints.steps
             self.checkpoints.save(step, state, note)
-            storage.push(self.components.data)  # a run that goes on gets the same marks of a judge
+            storage.try_push(
+                self.components.data
+            )  # a run that goes on gets the same marks of a judge
             if first:  # records without any mean from now on that they are gone
                 self.checkpoints.wait()
                 if distributed.first():

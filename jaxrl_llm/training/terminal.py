@@ -80,11 +80,12 @@ def alone() -> Iterator[IO[str]]:
     sys.stdout.flush()
     with ExitStack() as stack:
         out: Any = sys.stdout
-        with suppress(OSError, ValueError):  # in a notebook or a test it is no file
-            number = sys.stdout.fileno()
-            out = stack.enter_context(os.fdopen(os.dup(number), "w"))
-            stack.callback(os.dup2, out.fileno(), number)
-            os.dup2(sys.stderr.fileno(), number)  # programs that are started, too
+        with suppress(OSError, ValueError):  # in a test it is no file, in a notebook no such one
+            if (number := sys.stdout.fileno()) == 1:
+                out = stack.enter_context(os.fdopen(os.dup(number), "w"))
+                stack.callback(os.dup2, out.fileno(), number)
+                stack.callback(sys.stdout.flush)  # what others have in its buffer
+                os.dup2(sys.stderr.fileno(), number)  # programs that are started, too
         stack.enter_context(redirect_stdout(sys.stderr))
         yield cast(IO[str], _Output(out))
 

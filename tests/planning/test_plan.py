@@ -26,7 +26,7 @@ from jaxrl_llm.models.generation import ScannedGenerator
 from jaxrl_llm.planning import flops, machines, report, search, sizes
 from jaxrl_llm.planning import plan as plans
 from jaxrl_llm.planning.hlo import Collective
-from jaxrl_llm.planning.programs import Program, Step, first_phase, local_bytes
+from jaxrl_llm.planning.programs import Program, Step, first_phase, local_bytes, model_shape
 from jaxrl_llm.rollouts.engines import Native, Vllm
 from jaxrl_llm.rollouts.native import NativeSampler
 from jaxrl_llm.rollouts.sampler import Sampling
@@ -247,6 +247,14 @@ def test_programs_for_accelerators_do_not_grow_and_keep_fused_attention(names):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=ROOT)
     assert done.returncode == 0, f"{done.stderr[-3000:]} (records small --write)"
     assert done.stdout.count(" GiB in ") == len(names)
+
+
+def test_the_name_of_a_model_at_the_hub_is_no_path(monkeypatch):
+    asked = []
+    monkeypatch.setattr(hf, "resolve", lambda name, revision: asked.append(str(name)))
+    monkeypatch.setattr(hf, "load_shape", lambda folder: tiny.SHAPE)
+    assert model_shape(Pretrained("somebody/no-preset")) == tiny.SHAPE
+    assert asked == ["somebody/no-preset"]
 
 
 def test_every_case_of_the_large_records_is_a_config_and_a_machine():

@@ -724,7 +724,7 @@ def gpus(monkeypatch, count, visible=None, fraction="0.94"):
         (1, None, {"arguments": ("--gpu-memory-utilization=0.4",)}, "0.5", ""),
         (1, None, {"arguments": ("--gpu_memory_utilization", "0.6")}, "0.5", "60% of GPU 0"),
         (1, None, {"share": 0.4}, "0.54", ""),
-        (1, None, {"share": 0.4}, "0.94", "40% of GPU 0.*set XLA_CLIENT_MEM_FRACTION=0.54 before"),
+        (1, None, {"share": 0.4}, "0.94", "40% of GPU 0.*set XLA_CLIENT_MEM_FRACTION=0.54"),
         (0, None, {}, "0.94", ""),
     ],
 )
@@ -735,10 +735,10 @@ def test_servers_and_trainer_do_not_both_want_a_gpu(
     engine = engines.Vllm(**settings)
     if wrong:
         with pytest.raises(UserError, match=wrong):
-            engine._beside_jax()
+            engine._sharing_with_jax()
     else:
         given = ("--gpu-memory-utilization", "0.4") if "share" in settings else ()
-        assert engine._beside_jax().arguments == (*given, *engine.arguments)
+        assert engine._sharing_with_jax().arguments == (*given, *engine.arguments)
 
 
 @pytest.mark.parametrize(
@@ -748,13 +748,15 @@ def test_servers_and_trainer_do_not_both_want_a_gpu(
         (2, "5,GPU-8932f937", {"share": 0.4}, ("5", "GPU-8932f937")),
         (1, "5", {"share": 0.4}, ("",)),
         (4, None, {"share": 0.4, "devices": ("0,1",)}, ("0,1",)),
+        (2, None, {"share": 0.4, "arguments": ("--tensor-parallel-size=2",)}, ("",)),
+        (2, None, {"share": 0.4, "arguments": ("-tp", "2")}, ("",)),
         (4, None, {"arguments": ("--gpu-memory-utilization=0.4",)}, ("",)),
     ],
 )
 def test_with_a_share_there_is_a_server_on_each_gpu(monkeypatch, count, visible, settings, devices):
     """JAX leaves that part of each."""
     gpus(monkeypatch, count, visible, "0.54")
-    assert engines.Vllm(**settings)._beside_jax().devices == devices
+    assert engines.Vllm(**settings)._sharing_with_jax().devices == devices
 
 
 @pytest.mark.parametrize(("stats", "share"), [({"bytes_limit": 60}, 0.75), (None, 0.94)])
@@ -772,7 +774,7 @@ def test_a_server_takes_its_share_where_the_one_that_starts_it_computes_on_the_c
     """As `serve` does, whose servers would take 92% of a GPU otherwise."""
     monkeypatch.setattr(engines, "present", lambda kind: nvidia)
     given = ("--gpu-memory-utilization", "0.4") * nvidia
-    assert engines.Vllm(share=0.4)._beside_jax().arguments == given
+    assert engines.Vllm(share=0.4)._sharing_with_jax().arguments == given
 
 
 def test_servers_are_told_to_tell_of_experts_by_whoever_starts_them(tmp_path, monkeypatch):
@@ -818,4 +820,4 @@ def test_settings_that_no_server_could_keep(setting, value, says):
 
 def test_a_part_of_memory_that_is_no_number():
     with pytest.raises(UserError, match="utilization half in `arguments` is no number"):
-        engines.Vllm(arguments=("--gpu-memory-utilization=half",))._beside_jax()
+        engines.Vllm(arguments=("--gpu-memory-utilization=half",))._sharing_with_jax()

@@ -7,6 +7,7 @@ import io
 import json
 import logging
 import pathlib
+import threading
 from functools import partial
 
 import huggingface_hub
@@ -281,9 +282,9 @@ def test_a_table_may_be_packed(tmp_path):
         ("mine.csv", "question,answer\n", "mine.csv holds no rows"),
         ("mine.jsonl", '{"question": "q", "answer": "1"}\n{"question": "q", "ans', "line 2: not JSON"),
         ("mine.jsonl", '{"question": "q", "answer": "1"}\n{"question": "q", "answer": ' + "1" * 5000 + "}",
-         r"mine.jsonl, line 2: a number of too many digits, or lists too deep in lists: write it as a text"),
+         r"mine.jsonl, line 2: a number of too many digits: write it as a text"),
         ("mine.jsonl", '{"question": "q", "answer": ' + "[" * 100_000 + "]" * 100_000 + "}",
-         r"mine.jsonl, line 1: a number of too many digits, or lists too deep in lists: write it as a text"),
+         r"mine.jsonl, line 1: lists or objects too deep in one another"),
         ("mine.json", '[{"question": "q", "answer": ' + "1" * 5000 + "}]", "mine.json: a number of too many"),
         ("mine.jsonl", lines({"question": "q", "answer": "1"}, {"question": "hi \ud83d", "answer": "1"}),
          r"mine.jsonl, row 1: a text has half a surrogate pair, '\\ud83d', so it is no valid Unicode: .* out"),
@@ -887,6 +888,14 @@ def test_a_reward_that_changes_what_it_is_given_changes_no_data(functions, tmp_p
         [graded] = score_groups(made, [one], [responses])
         assert [(each.score, each.graded) for each in graded] == [(x, True) for x in scores]
     assert (one.prompt, one.row, responses) == (tuple(USER), VERL, ["b", "a", "42"])
+
+
+def test_what_has_no_copy_is_handed_on():
+    row = {"lock": threading.Lock(), "names": ["a"]}
+    copy = rewards.copied(row)
+    assert copy["lock"] is row["lock"]
+    assert copy["names"] == ["a"]
+    assert copy["names"] is not row["names"]
 
 
 @pytest.mark.parametrize("reward", [lambda example, response: 1.0, [len], 7])

@@ -1,9 +1,10 @@
 """The figures that give a run away."""
 
+import jax.numpy as jnp
 import pytest
 
 from jaxrl_llm.objectives import Objective, advantages, recipes
-from jaxrl_llm.training.alarms import alarms, compares, reason_to_stop
+from jaxrl_llm.training.alarms import alarms, equal_rewards_teach, reason_to_stop
 
 FINE = {
     "ungraded_share": 0.0, "updates": 4, "skipped": 0, "constant_groups": 0.2, "entropy": 1.0,
@@ -81,18 +82,30 @@ def test_a_reward_that_never_differs_is_explained(changes, said):
     assert said in alarms(steps(2, **SAME | changes))["reward"]
 
 
-def test_where_equal_rewards_teach_nothing():
+def test_where_equal_rewards_teach():
     """Not by a teacher, nor where responses are compared with those to other prompts, or with none."""
-    learns = {name for name, make in recipes.BY_NAME.items() if not compares(make(7))}
+    learns = {name for name, make in recipes.BY_NAME.items() if equal_rewards_teach(make(7))}
     others = {"reinforce_plus_plus", "w_reinforce", "asymre", "unlikeliness"}
     assert learns == {*others, "distillation", "gkd", "erl"}
-    assert not compares(Objective(advantage=advantages.by_turn))
+    assert equal_rewards_teach(Objective(advantage=advantages.by_turn))
+
+
+@pytest.mark.parametrize(
+    ("advantage", "teach"),
+    [
+        (lambda reward, data: data.reward - data.reward.mean(), True),
+        (lambda reward, data: data.mask * (0.0 / (reward - reward)).reshape(-1, 1), False),
+        (lambda reward, data: jnp.zeros((16, 64, 32)).reshape(data.mask.shape), False),
+    ],
+)
+def test_an_advantage_of_one_s_own_is_asked_on_its_shapes(advantage, teach):
+    assert equal_rewards_teach(Objective(advantage=advantage)) is teach
 
 
 def test_equal_rewards_are_no_alarm_where_something_else_teaches():
-    assert alarms(steps(2, **SAME), compares=False) == {}
-    assert alarms(steps(5, constant_groups=1.0), compares=False) == {}
-    assert list(alarms(steps(5, ungraded_share=0.2), compares=False)) == ["ungraded"]
+    assert alarms(steps(2, **SAME), equal_rewards_teach=True) == {}
+    assert alarms(steps(5, constant_groups=1.0), equal_rewards_teach=True) == {}
+    assert list(alarms(steps(5, ungraded_share=0.2), equal_rewards_teach=True)) == ["ungraded"]
 
 
 class Counting(list):

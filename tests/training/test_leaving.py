@@ -233,11 +233,13 @@ def test_what_a_run_prints_is_not_captured_by_a_reward(capsys):
 
 
 RECORDS = """
-import os
+import os, sys
 from jaxrl_llm.training import terminal
 print("before", flush=True)
+kept = sys.stdout
 with terminal.alone() as out:
     print("of a reward")
+    kept.write("of a log\\n")
     os.system("echo of its program")
     out.write("record\\n")
     out.flush()
@@ -250,7 +252,7 @@ def test_standard_output_has_records_alone():
         [sys.executable, "-c", RECORDS], capture_output=True, text=True, check=True
     )
     assert done.stdout == "before\nrecord\nafter\n"
-    assert sorted(done.stderr.splitlines()) == ["of a reward", "of its program"]
+    assert sorted(done.stderr.splitlines()) == ["of a log", "of a reward", "of its program"]
 
 
 SPEAKS = """

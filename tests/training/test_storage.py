@@ -391,7 +391,7 @@ def test_what_has_changed_is_stored_and_last_what_says_that_it_is_whole(url, sto
     (here / "a").write_text("b")  # as long as before
     storage.push(here)
     assert stored[4:] == ["a"]
-    assert storage.display_path(f"in {here}: b") == f"in {url}: b"
+    assert storage.as_url(f"in {here}: b") == f"in {url}: b"
 
 
 def test_what_another_has_stored_is_brought_again_and_nothing_else(url, monkeypatch):
@@ -659,6 +659,17 @@ def test_a_file_is_sent_where_it_is_named(tmp_path, monkeypatch):
     for name in ("/picture.png", "picture.png", "a/picture.png", str(tmp_path / "picture.png")):
         with storage.upload_after(name) as path:
             assert path == Path(name).absolute()
+
+
+def test_what_can_be_had_again_may_stay_here(tmp_path, monkeypatch, caplog):
+    """As marks of a judge, where a data folder may only be read."""
+
+    def refused(path):
+        raise UserError("s3://data/x: access denied")
+
+    monkeypatch.setattr(storage, "push", refused)
+    storage.try_push(tmp_path)
+    assert "was not uploaded: s3://data/x: access denied" in caplog.text
 
 
 def test_a_file_in_no_folder_of_a_bucket_is_refused():
