@@ -107,7 +107,7 @@ def test_sample_goes_no_further_than_the_model_reads(whole, capsys, monkeypatch)
             capsys, "sample", whole, *words
         )
     said = fails(capsys, "sample", whole, " ".join([prompt] * 2))
-    assert "a prompt and 1 tokens to come are 13, and the model has room for 12" in said
+    assert "a prompt of 12 and 1 to come are 13 tokens, and the model has room for 12" in said
 
 
 def test_where_gpus_are_kept_off_a_run_is_sampled_without_servers(whole, capsys, monkeypatch):
