@@ -187,9 +187,8 @@ def _variables(check: Check, settings: Settings) -> dict[str, str]:
 def child() -> None:
     """The process of a check: its lines go out as JSON, what else is printed goes to the log."""
     module, name, given = json.loads(sys.argv[1])
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    if name != work.environment.__name__:
-        accelerators.begin()  # the check before may have been ended
-    for line in getattr(importlib.import_module(module), name)(Settings(*given)):
-        print(json.dumps(line), file=out, flush=True)
+    with terminal.alone() as out:
+        if name != work.environment.__name__:
+            accelerators.begin()  # the check before may have been ended
+        for line in getattr(importlib.import_module(module), name)(Settings(*given)):
+            print(json.dumps(line), file=out, flush=True)

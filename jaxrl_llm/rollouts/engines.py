@@ -196,7 +196,7 @@ class Vllm:
             if self.servers:
                 stack.enter_context(_removed_at_the_end(root))  # of our own ones the keepers do it
             else:
-                own = self.sidecars(root, folder, served.adapter, experts)
+                own = self.sidecars(root, folder, served.adapter, experts, len(mesh.local_devices))
                 sidecars = stack.enter_context(own)
 
             def publish(weights: Path) -> None:
@@ -231,13 +231,14 @@ class Vllm:
         folder: Path,
         adapter: "ServedAdapter | None" = None,
         experts: Sequence[int] | None = None,
+        trained_on: int = 1,  # so many of the devices that JAX has here, the first ones
     ) -> Iterator["list[Sidecar]"]:
         """A supervised server per device, weights under `root`, logs in `folder`; with a mixture its `experts`."""
         from jaxrl_llm.rollouts.vllm.client import write_key
         from jaxrl_llm.rollouts.vllm.sidecar import Sidecar
 
         with ExitStack() as stack:
-            beside = self._sharing_with_jax()
+            beside = self._sharing_with_jax(trained_on)
             arguments = (*_for_adapters(adapter), *beside.arguments)
             if self.replay and experts:
                 arguments = (*EXPERTS, *arguments)
@@ -250,17 +251,14 @@ class Vllm:
                 stack.callback(pool.submit, sidecar.stop)
             yield sidecars
 
-    def _sharing_with_jax(self) -> "Vllm":
-        """Itself for GPUs that JAX uses too: with its share, on all of them if it has one and names none.
-
-        A UserError where both want all of one.
-        """
+    def _sharing_with_jax(self, trained_on: int = 1) -> "Vllm":
+        """Itself beside JAX: with its share, on all GPUs that are trained on; a UserError where both want one."""
         gpus = [device for device in jax.local_devices() if device.platform == "gpu"]
         here = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(len(gpus))))
         visible, devices = here.split(","), self.devices
         one = any(re.search("parallel|^-[tp]p", word) for word in self.arguments)  # server of all
-        if self.share and devices == ("",) and len(gpus) > 1 and not one:
-            devices = tuple(visible[: len(gpus)])
+        if self.share and devices == ("",) and gpus and trained_on > 1 and not one:
+            devices = tuple(visible[:trained_on])
         taken, wanted = _held(gpus), self._utilization()
         remedy = (
             f"JAX has to leave that as it starts: set {FRACTIONS[0]}={OF_A_GPU - self.share:.2f}"

@@ -276,9 +276,8 @@ class Run:
             self.log.journal.sync()
             first = not self.checkpoints.steps
             self.checkpoints.save(step, state, note)
-            storage.try_push(
-                self.components.data
-            )  # a run that goes on gets the same marks of a judge
+            # a run that goes on gets the same marks of a judge
+            storage.try_push(self.components.data)
             if first:  # records without any mean from now on that they are gone
                 self.checkpoints.wait()
                 if distributed.first():

@@ -756,7 +756,14 @@ def test_servers_and_trainer_do_not_both_want_a_gpu(
 def test_with_a_share_there_is_a_server_on_each_gpu(monkeypatch, count, visible, settings, devices):
     """JAX leaves that part of each."""
     gpus(monkeypatch, count, visible, "0.54")
-    assert engines.Vllm(**settings)._sharing_with_jax().devices == devices
+    assert engines.Vllm(**settings)._sharing_with_jax(count).devices == devices
+
+
+def test_there_is_no_server_on_a_gpu_that_is_not_trained_on(monkeypatch):
+    """As in `bench`, which uses the first of a host."""
+    gpus(monkeypatch, 4, None, "0.54")
+    assert engines.Vllm(share=0.4)._sharing_with_jax(1).devices == ("",)
+    assert engines.Vllm(share=0.4)._sharing_with_jax(2).devices == ("0", "1")
 
 
 @pytest.mark.parametrize(("stats", "share"), [({"bytes_limit": 60}, 0.75), (None, 0.94)])
