@@ -99,8 +99,9 @@ def train(
     ) as run:
         start = run.resumed
         if start is None or start.phase == WARM_START:
-            start = run.warm_up()
-        with _saying_what_fits(run.components):
+            with _saying_what_fits(run.components, WARM_START):
+                start = run.warm_up()
+        with _saying_what_fits(run.components, REINFORCE):
             run.fit(Reinforcement(run.components, run.rollouts, run.folder, start))
             run.test()
     return run.folder.path
@@ -481,12 +482,16 @@ def _explained(folder: RunFolder, console: rich.console.Console) -> Iterator[Non
 
 
 @contextmanager
-def _saying_what_fits(components: Components) -> Iterator[None]:
+def _saying_what_fits(components: Components, phase: str) -> Iterator[None]:
     """For the block, adds to an error for want of memory the sizes that would fit."""
+    warm = components.config.warm_start if phase == WARM_START else None
     try:
         yield
     except Exception as error:
-        if out_of_memory(error):
+        if warm and out_of_memory(error):
+            less = f"a smaller batch than {warm.batch}, or more micro-batches than {warm.collate.microbatches}"
+            error.add_note(f"in warm_start {less} (of its collate), need less")
+        elif out_of_memory(error):
             from jaxrl_llm.planning import machines, sizes
 
             with suppress(Exception):  # compiling may want memory too: the error is what is said

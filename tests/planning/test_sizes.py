@@ -244,6 +244,19 @@ def test_a_run_says_and_records_what_it_chose_and_keeps_to_it(
         record.require_given(tmp_path / "run", {"slots": 3})
 
 
+def test_a_warm_start_that_is_out_of_memory_says_what_needs_less(tmp_path, monkeypatch, capsys):
+    """It has a batch of its own, which --microbatches does not divide."""
+
+    def full(*_, **__):
+        raise RuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 9 bytes.")
+
+    monkeypatch.setattr(phases.Imitation, "train_step", full)
+    path = tmp_path / "mine.py"
+    path.write_text("from tests.training.quick import *\n")
+    said = fails(capsys, "train", path, "--out", tmp_path / "run")
+    assert "in warm_start a smaller batch than 64, or more micro-batches than 1 (of its coll" in said
+
+
 def test_sizes_that_are_given_are_no_choice(config_file, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(phases.Reinforcement, "train_step", lambda *_: 1 / 0)
     sized = ("--slots", "4", "--microbatches", "2")
