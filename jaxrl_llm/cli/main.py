@@ -88,13 +88,15 @@ def main(words: list[str] | None = None) -> None:
             if not out_of_memory(error):
                 raise
             fits = "; ".join(getattr(error, "__notes__", ()))  # a run adds what would fit
-            less = fits or "more micro-batches, or fewer slots of the engine, need less"
+            less = (
+                fits
+                or "more micro-batches, or fewer slots of the engine, need less; jaxrl-llm plan tells how much"
+            )
             remedy = (
                 "the host has too little memory for what is offloaded, or XLA may not pin it: "
                 f"{accelerators.PINNED} is how many GB it may for a GPU"
                 if re.search("host memory|pinned host", str(error))
-                else f"{less}; jaxrl-llm plan tells how much. Beside a run on the same GPU, "
-                "JAX_PLATFORMS=cpu keeps off it"
+                else f"{less}. Beside a run on the same GPU, JAX_PLATFORMS=cpu keeps off it"
             )
             print(f"jaxrl-llm: out of memory ({first_line(error)}): {remedy}", file=sys.stderr)
             raise SystemExit(2) from error

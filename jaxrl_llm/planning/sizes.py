@@ -60,7 +60,7 @@ def smaller(config: Config, machine: Machine, shape: qwen2.Shape) -> str:
     less = _less(config, config.sizes)  # at least: the estimate may have been what ran out
     least = {"slots": min, "microbatches": max}
     said = (f"{name}={least[name](fit[name], less[name])}" for name in config.sizes)
-    return f"by an estimate {', '.join(said)} would fit"
+    return f"by an estimate {', '.join(said)} would fit; jaxrl-llm plan tells how much"
 
 
 def _less(config: Config, sizes: Mapping[str, int]) -> dict[str, int]:

@@ -254,7 +254,10 @@ def test_a_warm_start_that_is_out_of_memory_says_what_needs_less(tmp_path, monke
     path = tmp_path / "mine.py"
     path.write_text("from tests.training.quick import *\n")
     said = fails(capsys, "train", path, "--out", tmp_path / "run")
-    assert "in warm_start a smaller batch than 64, or more micro-batches than 1 (of its coll" in said
+    assert (
+        "in warm_start a smaller batch than 8, or more micro-batches than 1 (of its collate), need less. Beside"
+        in said
+    )
 
 
 def test_sizes_that_are_given_are_no_choice(config_file, tmp_path, monkeypatch, capsys):
