@@ -68,6 +68,33 @@ def test_tables(page, study, panel, figure):
     assert not missing
 
 
+HELP = STUDIES.parents[1] / "docs" / "does-it-help.md"
+PRETRAINED = {"two plain steps": "two plain steps", "plain, twice the rate": "twice the rate"}
+PRETRAINED |= {name: name for name in ("plain", "reweighting", "Lopti", "both")}
+
+
+def row(figure, variant, seeds=range(2, 7)):
+    """A row of `docs/does-it-help.md`: percent of each seed, their mean, the difference to plain."""
+    runs = {r["seed"]: r["figures"] for r in MORE["runs"]("pretrained_short", "", variant)}
+    of = [100 * runs[seed][figure] for seed in seeds]
+    [entry] = [e for e in summary("pretrained_short", "", figure) if e["variant"] == variant]
+    apart = said(entry["difference"]).replace("*", "") if entry["difference"] else ""
+    cells = (PRETRAINED[variant], *(f"{x:.1f}" for x in (*of, sum(of) / len(of))), apart)
+    return f"| {' | '.join(cells)} |".replace("  ", " ")
+
+
+@pytest.mark.parametrize("variant", PRETRAINED)
+def test_does_it_help(variant):
+    control = "plain" not in (variant, PRETRAINED[variant]) and variant not in PRETRAINED.values()
+    control |= variant == "two plain steps"
+    page = HELP.read_text()
+    assert row("sampled_mean", variant) in page
+    assert row("test", variant, range(4, 7)) in page
+    if not control:
+        assert row("sampled", variant) in page
+        assert row("greedy", variant) in page
+
+
 @pytest.mark.parametrize(("study", "panel"), ALONE)
 def test_rows_of_one_or_two_seeds(page, study, panel):
     of = lambda variant: {r["seed"]: r["figures"][END] for r in MORE["runs"](study, panel, variant)}
