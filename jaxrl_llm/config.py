@@ -421,6 +421,10 @@ def _check_types(config: Config) -> None:
             raise UserError(f"config: {one.name} is a {type(value).__name__}, not a {names}")
         if get_origin(one.type) is Literal and value not in (known := get_args(one.type)):
             raise UserError(f"config: {one.name} = {value!r} is none of {', '.join(known)}")
+    if not hasattr(config.engine, "start"):
+        raise UserError(
+            f"config: engine = {config.engine!r} has no start: it is Native() or Vllm()"
+        )
     if not callable(config.task):
         raise UserError("config: task is a function of the data folder, as in lambda folder: ...")
 

@@ -9,6 +9,7 @@ from jaxrl_llm import storage
 from jaxrl_llm.cli.open_run import open_run
 from jaxrl_llm.errors import UserError, flags_at_least
 from jaxrl_llm.learning import update
+from jaxrl_llm.tasks.task import Supervised
 from jaxrl_llm.training import terminal
 from jaxrl_llm.training.components import DATA
 from jaxrl_llm.training.folder import RunFolder
@@ -59,6 +60,8 @@ def main(run: str, /, options: Annotated[Options, tyro.conf.arg(name="")] = Opti
     folder, console = RunFolder(run), terminal.plain()
     target = folder.path / "analysis" if options.out is None else storage.local(options.out)
     with open_run(run, options.data_folder, options.step) as (components, sampler, chosen):
+        if isinstance(components.task, Supervised):
+            raise UserError(f"{run} imitates rows: analyze reads runs of reinforcement")
         if components.shape.lora is not None:
             raise UserError(f"{run} trains adapters: analyze reads runs that train all weights")
         target.mkdir(parents=True, exist_ok=True)

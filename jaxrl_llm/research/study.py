@@ -141,7 +141,7 @@ def _with_steps_to_level(study: Study, outcomes: Sequence[Outcome]) -> list[Outc
             if start is not None and end is not None and end > start:
                 level = start + study.level * (end - start)
                 steps = statistics.steps_to(one["curves"]["sampled"], level)
-                last = one["curves"]["greedy"][-1][0]
+                last = max(x for curve in one["curves"].values() for x, _ in curve)
                 figures["steps_to_level"] = last if steps is None else steps
                 figures["reached"] = float(steps is not None)
         out.append({**one, "figures": figures})

@@ -360,6 +360,8 @@ def choices_of(row: Row) -> dict[str, str]:
 
 def letter_of(answer: Any, named: Mapping[str, str]) -> str:
     """The letter that a right choice has here, given by the row's name for it, a number from 0, or its text."""
+    if isinstance(answer, float) and answer.is_integer():  # of a column with gaps
+        answer = int(answer)
     text, names, choices = str(answer).strip(), [*named], [*named.values()]
     if text in names:  # 1 to 4 in some rows of ARC; letters may be others where a choice is absent
         return LETTERS[names.index(text)]
@@ -367,5 +369,7 @@ def letter_of(answer: Any, named: Mapping[str, str]) -> str:
         return LETTERS[answer]
     if text in choices:
         return LETTERS[choices.index(text)]
+    if text.isdecimal() and int(text) < len(choices):  # of a CSV file
+        return LETTERS[int(text)]
     upper = text.upper()
     return LETTERS[names.index(upper)] if upper in names else f"none of the choices: {text}"

@@ -136,7 +136,7 @@ class RunLog:
             return
         self._next_line = time.monotonic() + _PACE
         recent = [r["time/step"] for r in self._records[-_RECENT:] if "time/step" in r]
-        columns = _COLUMNS[self._phase]
+        columns = _COLUMNS.get(self._phase, _COLUMNS[WARM_START])
         if self._lines % _HEAD == 0:
             titles = "".join(f"{title:>{width}}" for title, width, *_ in columns)
             self.journal.say(f"{self._title:<13}{titles}{'left':>12}")

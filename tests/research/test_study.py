@@ -353,6 +353,17 @@ def test_the_folder_is_of_one_study_at_a_time_and_a_stop_is_told(small, out, mon
     assert "is in use by" in seen[0]
 
 
+def test_a_run_of_which_no_evaluation_was_graded_has_its_steps(small, out, monkeypatch):
+    fake(out, "plain-seed0", [0.1, 0.2, 0.4])
+    fake(out, "lopti-seed0", [0.1, 0.1, 0.1])
+    evaluated = journal.evaluations
+    monkeypatch.setattr(journal, "evaluations", lambda records: evaluated(records)[:0])
+    main(["study", str(small), "--out", str(out), "--report"])
+    entries = {(e["variant"], e["figure"]): e for e in results(out)["summary"]}
+    assert entries["Lopti", "reached"]["mean"] == 0.0
+    assert entries["Lopti", "steps_to_level"]["mean"] >= 1.0
+
+
 def test_the_report_reads_the_runs(small, out, capsys):
     fake(out, "plain-seed0", [0.1, 0.2, 0.4])
     fake(out, "lopti-seed0", [0.1, 0.4, 0.4])

@@ -61,6 +61,7 @@ REPLACE = "made = config()\ndef config(): return dataclasses.replace(made, "
         ("def config(): return Config(promts=3)", "line 3: Config has no field 'promts'; did you mean 'prompts'?"),
         ("def config(): return Evaluation(evry=3)", "Evaluation has no field 'evry'; did you mean 'every'?"),
         (REPLACE + "steps='10')", "steps is a str, not a int"),
+        (REPLACE + "engine='vllm')", "engine = 'vllm' has no start"),
         (REPLACE + "optimizer=3)", "optimizer is a int"),
         (REPLACE + "ratios='mine')", "none of trainer, sampler"),
         (REPLACE + "ratios='sampler', objective=Objective(advantages.grpo, (factors.truncated,)))",

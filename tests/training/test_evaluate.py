@@ -219,6 +219,24 @@ def test_figures_of_a_supervised_step_are_of_its_updates():
     assert (said["loss"], said["updates"]) == (0.0, 0)
 
 
+@pytest.mark.parametrize("said", [None, 3, ["1"], [], ["1", None], b"1"])
+@pytest.mark.parametrize("turns", [False, True])
+def test_a_demonstration_is_a_text_or_the_turns_of_an_episode(said, turns):
+    class Played(Echo):
+        def environment(self, example, tokenizer):
+            raise AssertionError
+
+    made = imitate.demonstration(lambda example: said, Played() if turns else Echo())
+    if turns and said == ["1"]:
+        assert made(0) == said
+        return
+    with pytest.raises(
+        UserError, match="a demonstration cannot be made: TypeError: it is .*, not"
+    ) as error:
+        made(0)
+    assert ("turns" in str(error.value)) == turns
+
+
 def test_a_demonstration_over_the_limit_is_cut():
     task = TokenTask(Echo(), WORDS)
     made = imitate.demonstrations(task, lambda e: "1 2 3" if e else "1", 2, [0, 1])

@@ -416,6 +416,17 @@ def make(one, step, figures):
         one.later(lambda: figures)
 
 
+def test_a_phase_of_ones_own_is_told_as_a_warm_start_is(opened):
+    """The log asks no phase which it is."""
+    made, said = opened(), []
+    made.say = lambda text, *_: said.append(text)
+    one = begun(made)
+    one.begin("polish", range(3), 0, 1)
+    make(one, 1, {"loss": 0.5})
+    one.flush()
+    assert "0.500" in said[-1]
+
+
 def test_a_step_is_recorded_when_it_is_flushed_and_once(tmp_path, opened):
     one = begun(opened())
     make(one, 1, {})

@@ -3,6 +3,7 @@
 import json
 import random
 import shutil
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
 
@@ -12,6 +13,7 @@ import pytest
 
 import jaxrl_llm as jl
 from jaxrl_llm import config as configs
+from jaxrl_llm.cli import analyze
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.errors import StopRequested
 from jaxrl_llm.learning import imitate, update
@@ -241,6 +243,12 @@ def test_a_stop_is_heard_while_the_test_rows_are_read(folder, whole, tmp_path):
     trained(folder, out, resume=True, epochs=1.5, evaluate_every=3)
     want, found = ([r for r in journal.read(x) if "test/loss" in r] for x in (whole, out))
     assert [r["test/loss"] for r in found] == [r["test/loss"] for r in want]
+
+
+def test_a_run_of_rows_is_not_analyzed(folder, whole, monkeypatch, capsys):
+    made = Components.make(config(folder), folder)
+    monkeypatch.setattr(analyze, "open_run", lambda *_: nullcontext((made, None, 0)))
+    assert "imitates rows: analyze reads runs of reinforcement" in fails(capsys, "analyze", whole)
 
 
 def test_what_cannot_go_on_is_one_line(folder, whole, tmp_path, capsys):
