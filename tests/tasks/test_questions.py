@@ -77,7 +77,7 @@ def written(folder, rows, name="mine.jsonl"):
         (LETTERS | {"answer": 1}, "choice", PICK, "B"),  # MMLU
         (LETTERS | {"answer": 1.0}, "choice", PICK, "B"),  # of a column with gaps
         (LETTERS | {"answer": "1"}, "choice", PICK, "B"),  # of a CSV file
-        ({"question": "6 * 7?", "choices": [*"4123"], "answer": "1"}, "choice", "6 * 7?\nA. 4\nB. 1\nC. 2\nD. 3", "B"),
+        (LETTERS | {"choices": [*"4123"], "answer": "1"}, "choice", "6 * 7?\nA. 4\nB. 1\nC. 2\nD. 3", "B"),
         (LETTERS | {"answer": "B"}, "choice", PICK, "B"),
         (LETTERS | {"answer": "42"}, "choice", PICK, "B"),
         ({"question": "6 * 7?", "choices": ARC, "answerKey": "B"}, "choice", PICK, "B"),

@@ -231,7 +231,7 @@ def test_a_demonstration_is_a_text_or_the_turns_of_an_episode(said, turns):
         assert made(0) == said
         return
     with pytest.raises(
-        UserError, match="a demonstration cannot be made: TypeError: it is .*, not"
+        UserError, match=r"a demonstration cannot be made: TypeError: it is .*, not"
     ) as error:
         made(0)
     assert ("turns" in str(error.value)) == turns
