@@ -196,20 +196,6 @@ def check(stop: Stop) -> None:
     stop.wants_save = "save" in words
 
 
-def share(
-    work: Callable[[], T],
-    stop: Stop,
-    *,
-    to_bytes: Callable[[T], bytes],
-    from_bytes: Callable[[bytes], T],
-) -> list[T]:
-    """The results of `work` of all processes, in their order, in each of them; ends as `in_step` does."""
-    own_share = in_step(work, stop)
-    if _JOB.count == 1:
-        return [own_share]
-    return [from_bytes(payload) for payload in gather(to_bytes(own_share))]
-
-
 def in_step(work: Callable[[], T], stop: Stop) -> T:
     """The result of `work`, which may raise StopRequested to end early.
 

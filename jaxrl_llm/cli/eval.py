@@ -4,7 +4,7 @@ import hashlib
 import logging
 from typing import Any
 
-from jaxrl_llm.cli.open_run import DataFolder, open_run
+from jaxrl_llm.cli.open_run import open_run
 from jaxrl_llm.errors import UserError, flags_at_least
 from jaxrl_llm.learning import evaluate
 from jaxrl_llm.learning.evaluate import Result
@@ -28,7 +28,7 @@ def main(
     suite: tuple[str, ...] = (),
     samples: int | None = None,
     temperature: float = 1.0,
-    data_folder: DataFolder = DATA,
+    data_folder: str = DATA,
 ) -> None:
     """Evaluate a run's policy on all test examples: greedy accuracy by group, avg@k and pass@k.
 

@@ -3,10 +3,8 @@
 import os
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager, nullcontext
-from typing import Annotated
 
 import jax
-import tyro
 
 from jaxrl_llm import accelerators, storage
 from jaxrl_llm.rollouts.engines import Native, Vllm
@@ -14,8 +12,6 @@ from jaxrl_llm.rollouts.sampler import Sampler
 from jaxrl_llm.training import record
 from jaxrl_llm.training.components import Components
 from jaxrl_llm.training.folder import RunFolder
-
-DataFolder = Annotated[str, tyro.conf.arg(help="where data sets are kept")]
 
 
 @contextmanager

@@ -84,7 +84,7 @@ def _first_weights(options: Options, components: Components, dtype: str, target:
         else:
             _, params = RunFolder(options.run).params(components)
         model = components.policy.served(1)
-        write_folder(model.tensors(params, dtype), model.config(params, dtype), target)
+        write_folder(model.tensors(params, dtype), model.config(dtype), target)
     return target
 
 

@@ -263,10 +263,11 @@ def together(
     groups: Sequence[Pending], work: Callable[[], list[Group]], stop: distributed.Stop
 ) -> list[Group]:
     """The groups of all processes, in their order; `work` makes this one's."""
-    shares = distributed.share(work, stop, to_bytes=pack, from_bytes=unpack)
-    if len(shares) == 1:
-        return shares[0]
-    left = [iter(share) for share in shares]  # prompts and examples are not sent along
+    ours = distributed.in_step(work, stop)
+    if distributed.count() == 1:
+        return ours
+    # prompts and examples are not sent along
+    left = [iter(unpack(share)) for share in distributed.gather(pack(ours))]
     return [_with_prompt(next(left[one.owner]), one.example, one.prompt) for one in groups]
 
 

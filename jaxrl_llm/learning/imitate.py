@@ -108,17 +108,18 @@ def demonstration(made_by: Callable[[Any], Any] | None, task: Any) -> Callable[[
     """The function that gives an example's demonstration, this or the task's; its errors are UserErrors."""
     if made_by is None and not isinstance(task, Demonstrator):
         raise UserError(f"task {task.name} has no demonstration(example): warm_start needs one")
+    make, turns = made_by or task.demonstration, isinstance(task, Interactive)
+    return userfile.user_code("a demonstration cannot be made")(partial(_checked, make, turns))
 
-    @userfile.user_code("a demonstration cannot be made")
-    def made(example: Any) -> Any:
-        said, several = (made_by or task.demonstration)(example), isinstance(task, Interactive)
-        turns = isinstance(said, list | tuple) and several and len(said) > 0
-        if not isinstance(said, str) and not (turns and all(isinstance(x, str) for x in said)):
-            wanted = "a str" + ", or a list of one or more, the turns" * several
-            raise TypeError(f"it is {said!r:.60}, not {wanted}")
-        return said
 
-    return made
+def _checked(make: Callable[[Any], Any], turns: bool, example: Any) -> Any:
+    """The demonstration that `make` gives; a TypeError if it is no text and not one or more `turns`."""
+    said = make(example)
+    several = turns and isinstance(said, list | tuple) and len(said) > 0
+    if not isinstance(said, str) and not (several and all(isinstance(x, str) for x in said)):
+        wanted = "a str" + ", or a list of one or more, the turns" * turns
+        raise TypeError(f"it is {said!r:.60}, not {wanted}")
+    return said
 
 
 def describe(

@@ -120,19 +120,22 @@ def place(batch: Batch, mesh: Mesh, put: Callable[..., Any] = sharding.put) -> B
 # The three jitted programs of a training step: score, credit, update.
 
 
-def make_score(policy_logp: PolicyLogp) -> Callable[[Any, Inputs], Binned]:
-    """`(params, inputs) -> [M,m,R,C]` log-probs, a micro-batch at a time; 0 without a token."""
+def make_score(of_tokens: Callable[[Any, Inputs], Any]) -> Callable[[Any, Inputs], Any]:
+    """`(params, inputs) -> [M,m,R,C]` what `of_tokens` gives (log-probs, say), a micro-batch at a time.
+
+    0 without a token.
+    """
 
     @jax.jit
     def score(params, inputs):
         params = sharding.on_devices(params)
         lead = inputs.tokens.shape[:2]
         flat = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), inputs)
-        shapes = jax.eval_shape(policy_logp, params, jax.tree.map(lambda x: x[0], flat))
+        shapes = jax.eval_shape(of_tokens, params, jax.tree.map(lambda x: x[0], flat))
 
         def one(micro):
             return jax.lax.cond(
-                jnp.any(micro.scored), lambda: policy_logp(params, micro), lambda: _zeros(shapes)
+                jnp.any(micro.scored), lambda: of_tokens(params, micro), lambda: _zeros(shapes)
             )
 
         out = jax.lax.map(one, flat)

@@ -1,1 +1,1 @@
-"""Qwen2.5: forward pass, log-probs, generation, sharding, Hugging Face files; no RL."""
+"""Qwen2.5 and its relatives: forward pass, log-probs, generation, sharding, Hugging Face files; no RL."""

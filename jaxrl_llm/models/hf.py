@@ -57,11 +57,11 @@ TOKENIZER = (
 
 
 def resolve(model: str | pathlib.Path, revision: str | None = None) -> pathlib.Path:
-    """A local model folder, or that of a hub name, downloaded; a UserError if there is neither.
+    """A local model folder, or that of a URL or hub name, downloaded; a UserError if there is none.
 
     `revision` is a commit, branch or tag at the hub.
     """
-    folder = pathlib.Path(model)
+    folder = storage.local(model) if storage.is_url(model) else pathlib.Path(model)
     try:
         folder = folder.expanduser()
         if folder.is_dir():

@@ -61,9 +61,8 @@ class Served:
     definition: Any
     shards: int = 1
 
-    def config(self, params, dtype: str) -> dict[str, Any]:
+    def config(self, dtype: str) -> dict[str, Any]:
         """The config.json of the untied model."""
-        del params
         shape, _ = qwen2.settings(self.definition)
         # null, for where a family has a default that a small vocabulary lacks
         return families.config_of(replace(shape, tied=False), dtype) | {"pad_token_id": None}
@@ -114,9 +113,8 @@ class ServedAdapter:
         """The rank of the adapters."""
         return self.lora.rank
 
-    def config(self, params, dtype: str) -> dict[str, Any]:
+    def config(self, dtype: str) -> dict[str, Any]:
         """The adapter_config.json, with the dtype."""
-        del params
         return lora.config_of(replace(self.lora, alpha=float(self.lora.rank))) | {"dtype": dtype}
 
     def tensors(self, params, dtype: str) -> Iterator[tuple[str, np.ndarray]]:

@@ -201,7 +201,7 @@ jax.tree_util.register_pytree_node(
 
 
 def _of_tokens(name: str, value: Any, like: Any) -> Any:
-    """`made`; TypeError if its shape is not that of the tokens, which broadcasting would hide."""
+    """`value`; a TypeError if its shape is not that of the tokens, which broadcasting would hide."""
     shape = jnp.shape(value) if value is not None else None
     if shape != like.shape:
         hints = {

@@ -421,11 +421,9 @@ def model_shape(model: Pretrained) -> qwen2.Shape:
     A folder, which may have a preset's name, is read.
     """
     where, presets = Path(model.name).expanduser(), families.PRESETS
-    if storage.is_url(model.name):
-        where = storage.local(model.name)
     known = presets.get(where.name) or presets.get(where.name.removesuffix("-Instruct"))
     if known is None or storage.is_url(model.name) or where.is_dir():
-        known = hf.load_shape(hf.resolve(where, model.revision))
+        known = hf.load_shape(hf.resolve(model.name, model.revision))
     return lora.shape_with_adapters(known, model.lora)
 
 

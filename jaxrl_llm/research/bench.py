@@ -57,7 +57,7 @@ def update(
     """Time the train step: plain GRPO against Lopti, and its parts.
 
     Args:
-        model: a Qwen2 folder or hub name; without it a small random model (about 6M parameters).
+        model: a folder or hub name; without it a small random model (about 6M parameters).
         rows: sequences in the batch.
         prompt_length: tokens of each prompt.
         response_length: tokens of each response.
@@ -143,7 +143,7 @@ def rollout(
     """Time generation by the embedded engine: greedy, sampled, top-p.
 
     Args:
-        model: a Qwen2 folder or hub name; without it a small random model (about 6M parameters).
+        model: a folder or hub name; without it a small random model (about 6M parameters).
         sequences: how many prompts, all different, one response each.
         prompt_length: tokens of each prompt.
         new_tokens: tokens of each response.

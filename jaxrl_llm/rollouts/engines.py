@@ -17,12 +17,11 @@ from jax.sharding import Mesh
 from jaxrl_llm import forks, storage
 from jaxrl_llm.accelerators import FRACTIONS, OF_A_GPU, gpu_memory, present, share_of_a_gpu
 from jaxrl_llm.errors import UserError, at_least
-from jaxrl_llm.models.policy import Policy
+from jaxrl_llm.models.policy import Policy, ServedAdapter
 from jaxrl_llm.rollouts.sampler import Sampler
 
 if TYPE_CHECKING:  # each engine is read by whoever starts it
     from jaxrl_llm.rollouts.native import NativeSampler
-    from jaxrl_llm.rollouts.vllm.sampler import ServedAdapter
     from jaxrl_llm.rollouts.vllm.sidecar import Launch, Sidecar
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # for which vLLM keeps room
@@ -229,7 +228,7 @@ class Vllm:
         self,
         root: Path,
         folder: Path,
-        adapter: "ServedAdapter | None" = None,
+        adapter: ServedAdapter | None = None,
         experts: Sequence[int] | None = None,
         trained_on: int = 1,  # so many of the devices that JAX has here, the first ones
     ) -> Iterator["list[Sidecar]"]:
@@ -338,7 +337,7 @@ def _removed_at_the_end(folder: Path) -> Iterator[None]:
             yield
 
 
-def _for_adapters(served: "ServedAdapter | None") -> tuple[str, ...]:
+def _for_adapters(served: ServedAdapter | None) -> tuple[str, ...]:
     """vLLM's arguments for adapters: room for those in use, and for those that replace them."""
     if served is None:
         return ()

@@ -84,7 +84,7 @@ class Sampler:
         raise NotImplementedError
 
     def wait(self, responses: Sequence[Future[Trajectory]]) -> list[Trajectory]:
-        """The responses, once all are there. An error calls them off."""
+        """The responses, once all are there."""
         return [response.result() for response in responses]
 
     def generate(
@@ -103,7 +103,7 @@ class Sampler:
         raise NotImplementedError
 
     def release(self) -> None:
-        """Frees the trainer's memory that weights take; push before the next `submit`."""
+        """Frees the trainer's memory that weights take, if they take any; push before the next `submit`."""
 
 
 class Request(NamedTuple):

@@ -347,8 +347,7 @@ class Components:
 
 def _read(model: Pretrained) -> ModelFolder:
     """The folder, shape and tokenizer of a config's model."""
-    where = storage.local(model.name) if storage.is_url(model.name) else model.name
-    return pretrained(where, model.revision, chat=model.chat, day=model.day)
+    return pretrained(model.name, model.revision, chat=model.chat, day=model.day)
 
 
 class Splits(NamedTuple):

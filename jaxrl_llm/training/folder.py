@@ -87,7 +87,7 @@ class RunFolder:
         """Starts or resumes the run in the folder, with this process as its only writer for the block.
 
         `inputs` are checksums of what its numbers depend on beside the config. Raises a UserError if the
-        self.path holds another run or, without `resume`, any other content.
+        folder holds another run or, without `resume`, any other content.
         """
         other = init_from and init_from.path
         self.require_place(resume)
@@ -220,11 +220,9 @@ class RunFolder:
                         f"{self.path} is a run of another model: {name} is {there.get(name)} there and "
                         f"{value} in the config: use the config and flags it was started with"
                     )
-        with (
-            tempfile.TemporaryDirectory() as ours
-        ):  # a tokenizer is compared as it would be written
-            components.tokenizer.save(Path(ours))
-            written = [where / "tokenizer.json" for where in (self.path / MODEL, Path(ours))]
+        with tempfile.TemporaryDirectory() as there:  # to compare it as it would be written
+            components.tokenizer.save(Path(there))
+            written = [where / "tokenizer.json" for where in (self.path / MODEL, Path(there))]
             if written[0].read_bytes() != written[1].read_bytes():
                 raise UserError(f"{self.path}: its tokenizer is another than that of the config")
         named = {TOKENIZER} | ({PRETRAINED} if adapted else set())
@@ -238,8 +236,7 @@ class RunFolder:
         name, revision = config["base_model_name_or_path"], _commit(run) or config["revision"]
         # a relative path is that of the folder in which the run was started
         there = Path(run.get("folder", "")) / name
-        found = storage.local(name) if storage.is_url(name) else there if there.is_dir() else name
-        found = hf.resolve(found, revision)
+        found = hf.resolve(there if there.is_dir() else name, revision)
         record.require_given(self.path, {PRETRAINED: hf.version(found)})
         return found
 
@@ -359,9 +356,13 @@ class RunFolder:
 
     def params(self, components: Components, step: int | None = None) -> tuple[int, Any]:
         """`(step, parameters)` of checkpoint `step`, else of the best, else of the newest."""
-        read = lambda there, s: there.restore(s, components.like, part="params")
-        chosen, found = self._restored(step, read)
+        chosen, found = self._params(components, step)
         return chosen, components.merged(found)
+
+    def _params(self, components: Components, step: int | None) -> tuple[int, Any]:
+        """As `params`, without those that adapters leave as they were."""
+        read = lambda there, s: there.restore(s, components.like, part="params")
+        return self._restored(step, read)
 
     def state(self, components: Components, step: int | None = None) -> update.TrainState:
         """The state for reinforcement at a checkpoint; in a warm start with a fresh optimizer state."""
@@ -417,8 +418,7 @@ class RunFolder:
         """The parameters with which another run begins: where its config has no warm start, the best."""
         if components.config.warm_steps:
             return self.initial_params(components)
-        read = lambda there, s: there.restore(s, components.like, part="params")
-        return self._restored(None, read)[1]
+        return self._params(components, None)[1]
 
     def weights(self, step: int | None = None) -> tuple[int, qwen2.Shape, Any]:
         """`(step, shape, parameters)`, sharded over all devices; executes no file of the run.

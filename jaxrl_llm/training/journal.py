@@ -69,7 +69,7 @@ def scores(records: Sequence[Record]) -> dict[int, Score]:
     The mean reward tells equal accuracies apart: a reward with degrees may never call a response correct. Of
     rows that are imitated it is the loss on others, below 0.
     """
-    if losses := {r["step"]: (-r[LOSS], r.get("eval/score", 0.0)) for r in records if LOSS in r}:
+    if losses := {r["step"]: (-r[LOSS], 0.0) for r in records if LOSS in r}:
         return losses
     ours = [r for r in learning(records)[0] if "eval/accuracy" in r]
     score = lambda r: (

@@ -153,7 +153,7 @@ def stoppable(stop: Stop, *, grace: float = 60.0, minutes: float | None = None) 
 def _watch(
     stop: Stop, read: int, ended: threading.Event, grace: float, minutes: float | None
 ) -> None:
-    """Reads signal numbers from the pipe until it is `over`; ends the process when its time is."""
+    """Reads signal numbers from the pipe until all has `ended`; ends the process when its time is."""
     end = time.monotonic() + 60.0 * minutes if minutes is not None else None
     deadline, interrupts = None, 0
     while True:

@@ -15,6 +15,7 @@ import pytest
 import safetensors.numpy
 from huggingface_hub.utils import filter_repo_objects
 
+from jaxrl_llm import storage
 from jaxrl_llm.cli.main import main
 from jaxrl_llm.config import Pretrained
 from jaxrl_llm.errors import UserError
@@ -487,3 +488,12 @@ def test_a_real_model(tmp_path):
     other = safetensors.numpy.load_file(tmp_path / "out" / hf.SINGLE)
     assert one.keys() == other.keys()
     assert all(np.array_equal(x, other[name]) for name, x in one.items())
+
+
+def test_a_model_may_lie_in_a_bucket(tmp_path, monkeypatch):
+    """Wherever one is named, as by `jl.load`."""
+    monkeypatch.setattr(storage, "local", lambda url: tmp_path / str(url).rpartition("/")[2])
+    (tmp_path / "model").mkdir()
+    assert hf.resolve("s3://bucket/model") == tmp_path / "model"
+    with pytest.raises(UserError, match="write a URL as s3://bucket/name"):
+        hf.resolve("https://host/model")

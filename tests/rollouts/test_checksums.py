@@ -285,7 +285,7 @@ def test_it_may_multiply_by_packed_copies(tmp_path):
 
 def test_a_tied_model_is_served_untied(tmp_path):
     tied = tiny.shape(tied=True)
-    config = served(tied).config(None, "bfloat16")
+    config = served(tied).config("bfloat16")
     assert (config["tie_word_embeddings"], config["pad_token_id"]) == (False, None)
     with Workers(started_with()) as fake:
         assert pushed(fake, tmp_path, weights(1, shape=tied), shape=tied)["sync/proof"] == 1.0

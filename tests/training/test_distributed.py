@@ -525,7 +525,7 @@ def test_a_share_is_left_by_all_if_one_is_asked_to_stop(job, monkeypatch, asked)
             raise StopRequested
 
     with pytest.raises(StopRequested):
-        distributed.share(work, stop, to_bytes=repr, from_bytes=repr)
+        distributed.in_step(work, stop)
     assert said == ["" if elsewhere else "leave"]
 
 

@@ -9,17 +9,16 @@ has, and the rest is asked for as a next turn is, so a response may have tokens 
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import FIRST_EXCEPTION, Future
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
-
-import numpy as np
+from typing import Any
 
 from jaxrl_llm.errors import UserError
+from jaxrl_llm.models.policy import Served
 from jaxrl_llm.rollouts.sampler import Draft, Reply, Sampler, Sampling, enumerate_requests
 from jaxrl_llm.rollouts.trajectory import Trajectory
 from jaxrl_llm.rollouts.vllm.client import (
@@ -38,35 +37,6 @@ from jaxrl_llm.rollouts.vllm.sync import WeightSync, load, load_adapters, loadin
 
 LEAST = 0.01  # temperature above 0, to which vLLM raises lower ones
 BATCHED = 256  # requests, of a server that cannot tell: vLLM's limit on most GPUs
-
-
-@runtime_checkable
-class ServedTensors(Protocol):
-    """A config and tensors for a server, and the trainer's checksums to verify it by."""
-
-    def config(self, params: Any, dtype: str) -> dict[str, Any]: ...
-
-    def tensors(self, params: Any, dtype: str) -> Iterable[tuple[str, np.ndarray]]: ...
-
-    def checksums(self, params: Any, dtype: str) -> dict[str, int]: ...
-
-
-@runtime_checkable
-class ServedAdapter(ServedTensors, Protocol):
-    """Those of adapters (LoRA)."""
-
-    @property
-    def rank(self) -> int: ...
-
-
-@runtime_checkable
-class Served(ServedTensors, Protocol):
-    """Those of a model, the trainer's log-probs, and the adapters if they alone are trained."""
-
-    @property
-    def adapter(self) -> ServedAdapter | None: ...
-
-    def score(self, params: Any, sequences: Sequence[Sequence[int]]) -> list[np.ndarray]: ...
 
 
 class VllmSampler(Sampler):
@@ -105,12 +75,12 @@ class VllmSampler(Sampler):
 
     def push(self, params: Any, version: int) -> None:
         """Has every server load the weights and prove it; sets `sync` to the figures."""
-        config = self._served.config(params, self._dtype)
+        config = self._served.config(self._dtype)
         trained = self._served.adapter or self._served
         if self._served.adapter is not None and self.version is None:
             self._base = self._served.checksums(params, self._dtype)
             self.weights.write_base(self._served.tensors(params, self._dtype), config)
-        described = trained.config(params, self._dtype)
+        described = trained.config(self._dtype)
         folder, written = self.weights.write(trained.tensors(params, self._dtype), described)
         self._vocabulary = config["vocab_size"]
         label = f"{secrets.token_hex(4)}-{version}"  # that no other push of any run has
@@ -166,9 +136,6 @@ class VllmSampler(Sampler):
     def close(self) -> None:
         """Calls off all that is asked for."""
         self._service.close()
-
-    def release(self) -> None:
-        """Nothing to do: the servers' weights take none of the trainer's memory."""
 
     def _look(self) -> None:
         self._check()

@@ -34,7 +34,6 @@ _PAPER_PROMPT = (
     "character within <answer> </answer> tags. i.e., <answer> (1) Zoey is a knight\n(2) ... </answer>."
     "\n<|im_end|>\n<|im_start|>user\n{question}\n<|im_end|>\n<|im_start|>assistant\n<think>"
 )
-_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _BETWEEN = re.compile(r"(?:[\s,.;:*-]|\(?\d{1,2}\)|\d{1,2}\.|\band\b)*")
 _COLUMNS = ("quiz", "names", "statements", "solution")
 
@@ -89,8 +88,8 @@ def reward(names: Sequence[str], solution: Roles, response: str) -> Reward:
 
 def well_formed(text: str) -> bool:
     """True if each of the four tags occurs exactly once, in order."""
-    places = [text.find(tag) for tag in _TAGS]
-    return all(text.count(tag) == 1 for tag in _TAGS) and places == sorted(places)
+    places = [text.find(tag) for tag in kk_tiny.TAGS]
+    return all(text.count(tag) == 1 for tag in kk_tiny.TAGS) and places == sorted(places)
 
 
 def parse_answer(text: str, names: Sequence[str]) -> Roles | None:

@@ -18,14 +18,13 @@ from jaxrl_llm.tasks.knights_knaves.logic import (
 )
 
 TINY_NAMES = ("Ada", "Ben", "Cat", "Dan", "Eve", "Fay", "Gus", "Hal")
-
+TAGS = ("<think>", "</think>", "<answer>", "</answer>")  # of a response
 _CONNECTIVES = {
     Connective.AND: "and",
     Connective.OR: "or",
     Connective.IMPLIES: "implies",
     Connective.IFF: "iff",
 }
-_TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 FILLERS = ("um", "uh", "er", "ah", "hm", "oh", "eh", "mm",
            "huh", "aha", "hey", "ooh", "wow", "meh", "pff", "tsk")  # fmt: skip
 _ZIPF = [1 / rank for rank in range(1, 1 + len(FILLERS))]
@@ -34,7 +33,7 @@ _MARKS = (":", ".", "(", ")", "not", "true", "false", "yes", "no", "is", "a", "k
 
 def vocabulary(*, chatter: bool = False) -> tuple[str, ...]:
     """Every word of tiny prompts and responses; all text is these words joined by single spaces."""
-    words = (*_TAGS, *_MARKS, *_CONNECTIVES.values(), *TINY_NAMES)
+    words = (*TAGS, *_MARKS, *_CONNECTIVES.values(), *TINY_NAMES)
     return (*words, *FILLERS) if chatter else words
 
 
