@@ -30,7 +30,7 @@ APART = 4 * 2**20  # bytes of a layer from which a CPU has layers apart: a scan 
 TRAINER = 12  # bytes per parameter beside the reference policy: itself and Adam's two moments
 
 
-class Pretrained(NamedTuple):
+class ModelFolder(NamedTuple):
     """Shape and tokenizer of a model folder, read before its parameters."""
 
     folder: Path
@@ -44,10 +44,10 @@ def pretrained(
     *,
     chat: bool | None = False,
     day: date | None = None,
-) -> Pretrained:
+) -> ModelFolder:
     """A model folder, or that of a hub name, downloaded; a UserError says what is wrong with it."""
     folder = hf.resolve(name, revision)
-    return Pretrained(folder, hf.load_shape(folder), tokenizer.load(folder, chat=chat, day=day))
+    return ModelFolder(folder, hf.load_shape(folder), tokenizer.load(folder, chat=chat, day=day))
 
 
 @dataclass(frozen=True)

@@ -167,12 +167,12 @@ def compiling_for(mesh: jax.sharding.Mesh) -> Iterator[None]:
 
 
 @contextmanager
-def _cudnn_without_a_gpu(version: int = 91200) -> Iterator[None]:
-    """For the block, JAX lowers cuDNN's attention by this version, and not for one GPU's generation.
+def _cudnn_without_a_gpu() -> Iterator[None]:
+    """For the block, JAX lowers cuDNN's attention by 9.12, and not for one GPU's generation.
 
     It asks the driver for both in functions of a module of its own, with no public way to tell it.
     """
-    answers = {"check_cudnn_version": lambda: version, "check_compute_capability": lambda _: False}
+    answers = {"check_cudnn_version": lambda: 91200, "check_compute_capability": lambda _: False}
     module = fused_attention_stablehlo.__dict__
     theirs = {name: module[name] for name in answers}  # a KeyError once JAX has renamed them
     module.update(answers)

@@ -41,9 +41,9 @@ def duration(seconds: float) -> str:
     return f"{hours // 24} d {hours % 24} h" if hours >= 100 else f"{hours} h {minutes % 60} min"
 
 
-def excerpt(text: str, *, lines: int = 12, width: int = 400) -> str:
+def excerpt(text: str) -> str:
     """The first lines of a text, each cut and after a margin; and how much was left out."""
-    whole = text.splitlines() or [""]
+    whole, lines, width = text.splitlines() or [""], 12, 400
     shown = [line if len(line) <= width else f"{line[:width]} …" for line in whole[:lines]]
     if len(whole) > lines:
         shown.append(f"… {len(whole) - lines} more lines")

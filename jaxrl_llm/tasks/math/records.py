@@ -90,15 +90,9 @@ def is_read(truth: str) -> bool:
     return not _LOST.match(read(truth).kind)
 
 
-def from_hub(
-    name: str, split: str, convert: Callable[[Row], Problem] = problem_of
-) -> list[Problem]:
+def from_hub(name: str, split: str) -> list[Problem]:
     """The problems of a split of a data set at the hub, `owner/name`, with `:config` if it has several."""
-    return [
-        problem
-        for path in tables.of_hub(name).require(split)
-        for problem in from_file(path, convert)
-    ]
+    return [problem for path in tables.of_hub(name).require(split) for problem in from_file(path)]
 
 
 def without(problems: Sequence[Problem], held_out: Sequence[Problem]) -> list[Problem]:
