@@ -19,8 +19,7 @@ from jaxrl_llm.learning.batch import Collator
 from jaxrl_llm.learning.groups import Group, TokenTask
 from jaxrl_llm.learning.programs import programs
 from jaxrl_llm.models import hf, lora, qwen2, sharding, tokenizer
-from jaxrl_llm.models.policy import Policy, pretrained
-from jaxrl_llm.models.policy import ModelFolder
+from jaxrl_llm.models.policy import ModelFolder, Policy, pretrained
 from jaxrl_llm.models.primitives import merge_params
 from jaxrl_llm.models.tokenizer import Tokenizer
 from jaxrl_llm.rollouts.engines import Vllm
