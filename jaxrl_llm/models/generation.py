@@ -89,16 +89,17 @@ class ScannedGenerator:
     definition: Any
     block: int
     mesh: Mesh
-    adapted: qwen2.Lora | None = None  # of the parameters given to `weights`; merged there
+    adapted: qwen2.Lora | None = None  # of the parameters, if `weights` merges them
     rounded: DTypeLike = jnp.float32
     routed: bool = False
     static: ClassVar[bool] = False
 
     def weights(self, params):
         """The parameters, placed and cast for generation; not copied where they are so already."""
-        params = _merging(self.adapted)(params) if self.adapted else params
-        wide = jnp.dtype(qwen2.settings(self.definition)[1].dtype)
-        narrow = jnp.dtype(self.rounded)
+        shape, compute = qwen2.settings(self.definition)
+        if self.adapted or shape.lora:  # whose base may be of 8 bits
+            params = _merging(self.adapted)(params)
+        wide, narrow = jnp.dtype(compute.dtype), jnp.dtype(self.rounded)
 
         def move(x, to):
             if x.dtype == wide == narrow and x.sharding.is_equivalent_to(to, x.ndim):
@@ -220,8 +221,8 @@ class ScannedGenerator:
 
 
 @cache
-def _merging(adapted: qwen2.Lora):
-    """The program that merges adapters; cached, so compiled once."""
+def _merging(adapted: qwen2.Lora | None):
+    """The program that merges adapters and widens a base of 8 bits; cached, so compiled once."""
     return jax.jit(partial(lora.merged, lora=adapted))
 
 
@@ -293,7 +294,7 @@ class UnrolledGenerator:
 
     definition: Any
     mesh: Mesh
-    adapted: qwen2.Lora | None = None  # of the parameters given to `weights`; merged there
+    adapted: qwen2.Lora | None = None  # of the parameters, if `weights` merges them
     routed: bool = False
     static: ClassVar[bool] = True
 

@@ -167,24 +167,27 @@ class Policy:
         """Generation on the trainer's devices; `devices_a_copy` (None: the fewest) share one copy.
 
         `block` is the number of cache columns in a block, which only small models on CPUs have. If
-        `routed`, a mixture's experts are kept.
+        `routed`, a mixture's experts are kept. Adapters are merged into weights of float32 alone: a
+        weight of bfloat16 would round away most of what young ones add, which the trainer computes.
         """
         from jaxrl_llm.models.generation import ScannedGenerator, UnrolledGenerator
 
         shared = devices_a_copy or fewest_devices(self.definition, mesh)
         there = mesh_of_copies(mesh, shared)
         shape, compute = qwen2.settings(self.definition)
-        base, routed = replace(shape, lora=None), routed and self.experts is not None
+        merges = shape.lora is not None and jnp.dtype(compute.dtype) == jnp.float32
+        adapted, routed = shape.lora if merges else None, routed and self.experts is not None
+        sampled = replace(shape, lora=None) if merges else shape
         on_cpu = mesh.devices.flat[0].platform == "cpu"
         # until JAX 0.12 a CPU widened narrow weights at every use (docs/benchmarks.md)
         wide = on_cpu and jax.__version_info__ < (0, 12)
         dtype = jnp.float32 if wide else compute.dtype
-        definition, shapes = qwen2.graph(base, replace(compute, dtype=dtype))
+        definition, shapes = qwen2.graph(sampled, replace(compute, dtype=dtype))
         numbers = sum(x.size for x in jax.tree.leaves(shapes["layers"]))
         small = jnp.dtype(dtype).itemsize * numbers < APART * shape.num_layers
         if on_cpu and (small or jnp.dtype(dtype) != compute.dtype):
-            return ScannedGenerator(definition, block, there, shape.lora, compute.dtype, routed)
-        return UnrolledGenerator(definition, there, shape.lora, routed)
+            return ScannedGenerator(definition, block, there, adapted, compute.dtype, routed)
+        return UnrolledGenerator(definition, there, adapted, routed)
 
     def served(self, shards: int) -> Served:
         """The model for servers, with scoring batches split over `shards` devices."""

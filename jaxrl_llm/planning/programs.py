@@ -177,7 +177,7 @@ class Step:
         params, generator = self.params, self.generator
         if generator.static:
             return generator.weights_like(params)
-        plain = jax.eval_shape(partial(lora.merged, lora=self.shape.lora), params)
+        plain = jax.eval_shape(partial(lora.merged, lora=generator.adapted), params)
         dtype = qwen2.settings(generator.definition)[1].dtype
         places = sharding.param_shardings(plain, generator.mesh)
         return jax.tree.map(partial(like, dtype=dtype), plain, places)

@@ -1,5 +1,6 @@
 """Generation with a cache computes what the training forward computes."""
 
+import dataclasses
 import itertools
 
 import jax
@@ -10,9 +11,10 @@ from flax import nnx
 from jax.sharding import AbstractMesh
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models import experts, families, primitives, qwen2, sharding
+from jaxrl_llm.models import experts, families, int8, lora, primitives, qwen2, sharding
 from jaxrl_llm.models.generation import ScannedGenerator, UnrolledGenerator
 from jaxrl_llm.models.policy import Policy, fewest_devices, mesh_of_copies
+from jaxrl_llm.models.primitives import merge_params
 from tests import tiny
 
 # before JAX 0.12 a CPU computes with weights that are widened beforehand, in a scan
@@ -240,3 +242,56 @@ def test_half_precision_stays_near_full():
     full = Generation(ScannedGenerator(model()[0], 8, tiny.mesh_of()), params, PROMPTS, columns=40)
     exact = full.logits(*at)
     assert np.abs(found - exact).max() < 0.05 * np.abs(exact).max()
+
+
+@pytest.mark.parametrize("kind", [ScannedGenerator, UnrolledGenerator])
+@pytest.mark.parametrize("base", ["compute", "int8"])
+def test_what_adapters_add_is_not_rounded_away_in_half_precision(base, kind, monkeypatch):
+    """Merged, most of a young adapter's would be less than half of a weight's last digit."""
+    one = qwen2.Lora(rank=4, alpha=8.0, base=base)
+    shape = dataclasses.replace(tiny.SHAPE, lora=one)
+    _, params = tiny.policy(shape, seed=1)
+    size = 0 if kind is UnrolledGenerator else 2**40
+    monkeypatch.setattr("jaxrl_llm.models.policy.APART", size)
+    monkeypatch.setattr("jaxrl_llm.models.policy.jax.__version_info__", (0, 12))
+    policy = Policy(qwen2.graph(shape, qwen2.Compute(dtype=jnp.bfloat16))[0])
+    params = jax.device_put(params, sharding.param_shardings(params, tiny.mesh_of()))
+    keep, half = lora.base_quantizer(shape), lambda x: x.astype(jnp.bfloat16)
+    frozen = jax.tree_util.tree_map_with_path(keep, lora.base_of(jax.tree.map(half, params)))
+    generator = policy.generator(tiny.mesh_of(), block=8)
+    assert type(generator) is kind
+
+    def sampled_with(scale):
+        """The engine's weights, where each number of the adapters' second factor has this size."""
+        signs = lambda x: scale * jnp.sign(x)
+        added = jax.tree_util.tree_map_with_path(
+            lambda path, x: signs(x) if "lora_B" in str(path) else x, lora.adapters(params)
+        )
+        whole = merge_params(added, frozen)
+        wide = jax.tree.map(lambda x: x.astype(jnp.float32), int8.dequantize(whole, jnp.float32))
+        return generator.weights(whole), lora.merged(wide, one)
+
+    def up(weights):
+        """The product that the first layer's `up_proj` is, in float64."""
+        layers = weights["layers"]
+        leaf = layers[0] if isinstance(layers, list) else jax.tree.map(lambda x: x[0], layers)
+        leaf = jax.tree.map(lambda x: np.asarray(x, np.float64), leaf["mlp"]["up_proj"])
+        if "lora_A" not in leaf:
+            return leaf["weight"]
+        return leaf["weight"] + one.scale * leaf["lora_B"]["weight"] @ leaf["lora_A"]["weight"]
+
+    (none, _), (young, exact) = sampled_with(0.0), sampled_with(1e-5)
+    added, expected = up(young) - up(none), up(exact) - up(sampled_with(0.0)[1])
+    assert np.linalg.norm(added - expected) < 0.02 * np.linalg.norm(expected)
+
+    # and it is computed with
+    at = [p[-1] for p in PROMPTS], [len(p) - 1 for p in PROMPTS]
+    weights, exact = sampled_with(0.3)
+    with jax.set_mesh(tiny.mesh_of(1, 1, 1)):
+        found = Generation(generator, weights, PROMPTS, columns=40).logits(*at)
+        plain = Generation(generator, none, PROMPTS, columns=40).logits(*at)
+    definition, _ = model()
+    full = Generation(ScannedGenerator(definition, 8, tiny.mesh_of()), exact, PROMPTS, columns=40)
+    expected = full.logits(*at)
+    assert np.abs(found - expected).max() < 0.05 * np.abs(expected).max()
+    assert np.abs(plain - expected).max() > 0.2 * np.abs(expected).max()
