@@ -325,6 +325,9 @@ def config_of(shape: Shape, dtype: str) -> dict[str, Any]:
                 "vocab_size_per_layer_input": shape.vocab_size,
                 "final_logit_softcapping": shape.logit_cap,
             }
+    rope = out["rope_parameters"].get(FULL, out["rope_parameters"])
+    if rope["rope_type"] not in ("default", "proportional"):  # the name that transformers 4 knows
+        out["rope_scaling"] = {name: x for name, x in rope.items() if name != "rope_theta"}
     found, wanted = asdict(_written_out(shape_of(out))), asdict(_written_out(shape))
     other = [name for name, value in wanted.items() if found[name] != value]
     if other:

@@ -205,13 +205,15 @@ class Tokenizer:
         return out
 
     def save(self, folder: Path) -> None:
-        """Writes the files that `load` reads, under a name of their class that older transformers know."""
+        """Writes the files that `load` reads, class and special tokens by names that transformers 4 knows."""
         self._inner.save_pretrained(folder)
         path = folder / "tokenizer_config.json"
         config = json.loads(path.read_text())
         if config.get("tokenizer_class") == "TokenizersBackend":
             config["tokenizer_class"] = "PreTrainedTokenizerFast"
-            path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
+        if isinstance(config.get("extra_special_tokens"), list):
+            config["additional_special_tokens"] = config.pop("extra_special_tokens")
+        path.write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n")
 
 
 class Missing(Tokenizer):

@@ -214,8 +214,8 @@ class RunFolder:
         for file, described in ours.items():
             there = hf.read_json(self.path / MODEL / file)
             for name, value in described.items():
-                # a run goes on at its commit, which is compared below
-                if name != "revision" and there.get(name) != value:
+                # the commit is compared below; `rope_parameters` say the same of scaling
+                if name not in ("revision", "rope_scaling") and there.get(name) != value:
                     raise UserError(
                         f"{self.path} is a run of another model: {name} is {there.get(name)} there and "
                         f"{value} in the config: use the config and flags it was started with"

@@ -237,7 +237,13 @@ def test_a_greedy_answer_is_that_of_transformers(folders, name):
 
 @pytest.mark.parametrize("shape", [*SHAPES.values(), *families.PRESETS.values()])
 def test_a_config_gives_the_shape_again(shape):
-    assert families.shape_of(json.loads(json.dumps(families.config_of(shape, "float32")))) == shape
+    """Also by the names that transformers 4 knows: it passes over `rope_parameters` without a word."""
+    config = json.loads(json.dumps(families.config_of(shape, "float32")))
+    assert families.shape_of(config) == shape
+    if shape.family.startswith(("gemma4", "qwen3_5")):  # which it has not
+        return
+    del config["rope_parameters"]
+    assert families.shape_of(config) == shape
 
 
 @pytest.mark.parametrize("change", [{"norms_of_heads": True}, {"biases": ()},
