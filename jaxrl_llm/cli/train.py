@@ -110,19 +110,14 @@ def _dry_run(config: Config, options: Options, source: Source, console: Console)
     if not named:
         _describe(Components.make(config, options.data_folder), source, console)
         return
-    from jaxrl_llm.training.folder import RunFolder, inputs_of, with_files_read
+    from jaxrl_llm.training.folder import Start
 
-    folder = RunFolder(options.where(source.path))
-    resuming = folder.resumes(options.resume)
-    folder.require_place(resuming)
-    other = folder.init_from(options.init_from, resuming)
-    config = folder.pinned(config) if resuming else config
-    components = Components.make(config, options.data_folder)
+    start = Start.make(config, options.where(source.path), options.resume, options.init_from)
+    components = Components.make(start.config, options.data_folder)
     _describe(components, source, console)
-    earlier = folder.earlier(options.resume)
-    folder.require_steps(components, other, resuming=resuming, earlier=earlier)
-    if resuming:
-        folder.continued(components, with_files_read(source), other, inputs_of(components))
+    start.require_steps(components)
+    if start.resuming:
+        start.folder.continued(components, start.new_record(components, source, {}))
 
 
 def _describe(components: Components, source: Source, console: Console) -> None:

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
 from typing import Any, Self
@@ -43,17 +43,6 @@ FEW_READ = (ARRAYS, "tensorboard", "samples", "tokens")  # stay in a bucket unti
 SHARED = 60.0  # seconds within which all processes must see files of the first
 
 
-def inputs_of(components: Components) -> dict[str, str]:
-    """Checksums and versions that a run's numbers depend on beside the config, by name."""
-    return {**components.splits.checksums, **components.identity, **record.modules()}
-
-
-def with_files_read(source: Source) -> Source:
-    """With those of the user's files that were read since, as making the task does."""
-    read = userfile.files_read(but=source.path)
-    return replace(source, files=tuple(dict.fromkeys([*source.files, *read])))
-
-
 class RunFolder:
     """A run's folder, by path or URL: written by one process, read by any."""
 
@@ -75,49 +64,33 @@ class RunFolder:
         return Checkpoints(self.path / INITIAL)
 
     @contextmanager
-    def open(
-        self,
-        components: Components,
-        source: Source | None,
-        inputs: Mapping[str, Any] | None = None,
-        *,
-        resume: bool,
-        init_from: "RunFolder | None" = None,
-    ) -> Iterator[None]:
+    def open(self, components: Components, now: record.Run, *, resume: bool) -> Iterator[None]:
         """Starts or resumes the run in the folder, with this process as its only writer for the block.
 
-        `inputs` are checksums of what its numbers depend on beside the config. Raises a UserError if the
+        `now` is a new run's record, whose session is added where one goes on. Raises a UserError if the
         folder holds another run or, without `resume`, any other content.
         """
-        other = init_from and init_from.path
         self.require_place(resume)
         self.path.mkdir(parents=True, exist_ok=True)
         with storage.locked(self.path):
             self.pull()  # another may have written until now
             storage.clear(self.path)
             if resume:
-                run = self.continued(components, source, init_from, inputs)
+                run = self.continued(components, now)
                 had = run.get(SAVED, False) or bool(self.checkpoints().steps)
                 record.write(self.path, run | {SAVED: had})
             else:
                 self._require_new()  # again: another may have begun while this one waited for the lock
-                self._start(components, source, other, inputs)
+                self._start(components, now)
             storage.push(self.path)  # other hosts wait for the record of this session
             try:
                 yield
             finally:
                 storage.push(self.path)
 
-    def continued(
-        self,
-        components: Components,
-        source: Source | None,
-        init_from: "RunFolder | None",
-        inputs: Mapping[str, Any] | None = None,
-    ) -> record.Run:
-        """The run's record with one more session; a UserError if that would make it another run."""
-        start, run = init_from and init_from.path, record.read(self.path)
-        run = record.continued(self.path, run, source, start, inputs)
+    def continued(self, components: Components, now: record.Run) -> record.Run:
+        """The run's record with the session of `now`; a UserError if that is of another run."""
+        run = record.continued(self.path, record.read(self.path), now)
         self.require_model(components)
         return run
 
@@ -133,15 +106,6 @@ class RunFolder:
                     f"{self.path} is another folder here: --out has to be storage that all processes see"
                 )
             time.sleep(1.0)
-
-    def resumes(self, resume: bool | int | str) -> bool:
-        """True if `resume` goes on with a run: where it is auto, if there is one here."""
-        return self.holds_run if resume == "auto" else resume is not False
-
-    @staticmethod
-    def earlier(resume: bool | int | str) -> int | None:
-        """The step that `resume` goes back to, if it names one."""
-        return None if isinstance(resume, (bool, str)) else resume
 
     def require_place(self, resume: bool) -> None:
         """A UserError unless a run may begin here, or with `resume` go on."""
@@ -174,15 +138,8 @@ class RunFolder:
                 f"{self.path} is not empty and holds no run: choose a new folder as --out"
             )
 
-    def _start(
-        self,
-        components: Components,
-        source: Source | None,
-        init_from: Path | None,
-        inputs: Mapping[str, Any] | None,
-    ) -> None:
+    def _start(self, components: Components, run: record.Run) -> None:
         """Writes the files of a new run; run.json last, because it marks the folder as a run."""
-        run = record.new(source, init_from, inputs)
         # a folder of Hugging Face's form: `export` copies it, and reads the shape from it
         components.tokenizer.save(self.path / MODEL)
         described = {
@@ -191,9 +148,9 @@ class RunFolder:
         }
         for name, content in described.items():
             storage.write(self.path / MODEL / name, json.dumps(content, indent=2) + "\n")
-        if source is not None:
+        if run["config"] is not None:
             (self.path / FILES).mkdir(exist_ok=True)
-            for original, copy in {str(source.path): CONFIG, **run["files"]}.items():
+            for original, copy in ((run["config"], CONFIG), *run["files"].items()):
                 mode = stat.S_IMODE(os.stat(original).st_mode)  # a private file stays private
                 content = Path(original).read_bytes()
                 if hashlib.sha256(content).hexdigest() != run["sums"][copy]:
@@ -287,16 +244,6 @@ class RunFolder:
             raise UserError(
                 f"{self.path} has made {made}: give --steps {done} or more, or leave it out"
             )
-
-    def require_steps(
-        self, components: Components, other: Self | None, *, resuming: bool, earlier: int | None
-    ) -> None:
-        """A UserError where the run, or the `other` whose warm start it takes, has not the config's steps."""
-        first = components.warm_steps
-        if resuming:
-            self.require_at_most(first, components.config.steps, earlier)
-        if other is not None and not self.checkpoints().steps:
-            other.require_warm_start(components, first)
 
     def pinned(self, config: Config) -> Config:
         """The config, with the sizes, the hub's commits and the day that the run in the folder began with."""
@@ -455,6 +402,56 @@ class RunFolder:
             if chosen not in there.steps:  # by a run under way, which keeps a few
                 found = "was removed meanwhile: try again"
             raise UserError(f"checkpoint {chosen} of {self.path} {found}") from error
+
+
+@dataclass(frozen=True)
+class Start:
+    """A run that may begin in its folder or, with `resuming`, go on there; nothing is written yet."""
+
+    folder: RunFolder
+    resuming: bool
+    earlier: int | None  # the step that it goes back to
+    other: RunFolder | None  # the run whose warm start is used
+    config: Config  # of a run that goes on: sizes and the model's commit are as at its start
+
+    @classmethod
+    def make(
+        cls,
+        config: Config,
+        out: str | Path,
+        resume: bool | int | str,
+        init_from: str | Path | None,
+    ) -> Self:
+        """A UserError where the run can neither begin nor go on."""
+        folder = RunFolder(out)
+        # one run, the same in all processes, that can go on or begin
+        resuming = distributed.from_first(
+            lambda: folder.holds_run if resume == "auto" else resume is not False
+        )
+        if distributed.first():  # before what takes minutes
+            folder.require_place(resuming)
+        other = folder.init_from(init_from, resuming)
+        earlier = None if isinstance(resume, (bool, str)) else resume
+        return cls(folder, resuming, earlier, other, folder.pinned(config) if resuming else config)
+
+    def new_record(
+        self, components: Components, source: Source | None, sizes: Mapping[str, int]
+    ) -> record.Run:
+        """The record of a new run that starts so, with the `sizes` that were chosen for it."""
+        if source is not None:  # files are read in making the task, too
+            read = userfile.files_read(but=source.path)
+            source = replace(source, files=tuple(dict.fromkeys([*source.files, *read])))
+        # what its numbers depend on beside the config
+        inputs = {**components.splits.checksums, **components.identity, **record.modules(), **sizes}
+        return record.new(source, self.other and self.other.path, inputs)
+
+    def require_steps(self, components: Components) -> None:
+        """A UserError where the run, or the one whose warm start it takes, has not the config's steps."""
+        first = components.warm_steps
+        if self.resuming:
+            self.folder.require_at_most(first, components.config.steps, self.earlier)
+        if self.other is not None and not self.folder.checkpoints().steps:
+            self.other.require_warm_start(components, first)
 
 
 def _commit(run: record.Run, name: str = PRETRAINED) -> str | None:

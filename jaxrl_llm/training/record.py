@@ -206,19 +206,13 @@ _REFUSED = {
 }
 
 
-def continued(
-    folder: Path,
-    run: Run,
-    source: Source | None,
-    init_from: Path | None,
-    inputs: Mapping[str, Any] | None = None,
-) -> Run:
-    """The record with one more session; a UserError for whatever would make it another run.
+def continued(folder: Path, run: Run, now: Run) -> Run:
+    """The record with the session of `now`; a UserError for whatever would make that another run.
 
     Another version of the package or a library is a warning.
     """
     require_sources(folder, run)
-    now, versions = new(source, init_from, inputs), list[str]()
+    versions = list[str]()
     paths = dict(zip(now["sums"], [now["config"], *now["files"]], strict=False))
     flags = {name: value for name, value in run["flags"].items() if name not in LENGTHS}
     flags |= {name: value for name, value in now["flags"].items() if name in LENGTHS}

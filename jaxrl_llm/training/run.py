@@ -28,7 +28,7 @@ from jaxrl_llm.training.checkpoint import Checkpoints, DamageError
 from jaxrl_llm.training.clock import Clock, spent
 from jaxrl_llm.training.components import DATA, Components, Splits
 from jaxrl_llm.training.fingerprint import not_finite
-from jaxrl_llm.training.folder import RunFolder, inputs_of, with_files_read
+from jaxrl_llm.training.folder import RunFolder, Start
 from jaxrl_llm.training.journal import (
     BEST_BY,
     BEST_BY_REWARD,
@@ -44,7 +44,7 @@ from jaxrl_llm.training.journal import (
 from jaxrl_llm.training.leaving import FACTOR, LEAST, Stop, stall_watchdog
 from jaxrl_llm.training.log import WAIT, RunLog
 from jaxrl_llm.training.phases import Imitation, Phase, Reinforcement, Resumed
-from jaxrl_llm.training.record import Source, identity, new, require_alike
+from jaxrl_llm.training.record import Source
 from jaxrl_llm.training.stream import Rollouts
 
 Resume = bool | int | Literal["auto"]
@@ -141,22 +141,14 @@ class Run:
             stack.enter_context(clock)
             stack.enter_context(stall_watchdog(clock, least=least, factor=factor, stalled=stalled))
             stack.enter_context(distributed.watched(lambda: clock.last_here, clock.others_went_on))
-            folder = RunFolder(out)
-            # one run, the same in all processes, that can go on or begin
-            resuming = distributed.from_first(lambda: folder.resumes(resume))
-            if distributed.first():  # before what takes minutes
-                folder.require_place(resuming)
-            other = folder.init_from(init_from, resuming)
-            if resume is not False and folder.holds_run:
-                config = folder.pinned(config)  # sizes and the model's commit stay as at the start
-            components, inputs = _components(config, data, console)
+            start = Start.make(config, out, resume, init_from)
+            folder, resuming = start.folder, start.resuming
+            components, sizes = _components(start.config, data, console)
             stack.callback(storage.try_push, components.data)  # a judge's marks, of the test too
             config, first = components.config, components.config.warm_steps
-            source = source and with_files_read(source)
-            if distributed.count() > 1:
-                require_alike(new(source, other and other.path, inputs), resume)
-            earlier = folder.earlier(resume)
-            folder.require_steps(components, other, resuming=resuming, earlier=earlier)
+            now = start.new_record(components, source, sizes)
+            record.require_alike(now, resume)
+            start.require_steps(components)
             # what this process does when it is stopped, or makes no progress
             stop.save_seconds = 60 * config.save_minutes or math.inf
             if storage.shared(folder.path):  # a mirror goes with its process
@@ -165,11 +157,9 @@ class Run:
             # the folder, which the first process alone writes to
             stack.enter_context(_explained(folder, console))
             if distributed.first():
-                stack.enter_context(
-                    folder.open(components, source, inputs, resume=resuming, init_from=other)
-                )
+                stack.enter_context(folder.open(components, now, resume=resuming))
             # the others go on when they see the same run: --out may be another disk there
-            folder.wait_for(distributed.from_first(lambda: identity(folder.path)))
+            folder.wait_for(distributed.from_first(lambda: record.identity(folder.path)))
             stack.enter_context(jax.set_mesh(components.mesh))
             # all decide by the same records (the best so far, what is evaluated), read once
             records = distributed.from_first(lambda: read(folder.path))
@@ -190,7 +180,7 @@ class Run:
                 folder.initials.clean()
 
             # where it goes on; records of steps that are made again are dropped
-            resumed = _resumed(components, checkpoints, earlier) if resuming else None
+            resumed = _resumed(components, checkpoints, start.earlier) if resuming else None
             if resuming:
                 journal.say(_goes_on(resumed, first, config.steps))
             records = journal.records
@@ -216,7 +206,7 @@ class Run:
             stack.enter_context(repeating(log.tell, WAIT))
             rollouts = Rollouts(components, sampler, log, stop)
             stack.callback(rollouts.close)
-            yield cls(components, folder, checkpoints, log, rollouts, stop, resumed, other)
+            yield cls(components, folder, checkpoints, log, rollouts, stop, resumed, start.other)
 
     def warm_up(self) -> Any:
         """The parameters that reinforcement begins with, which are kept where they are read again."""
@@ -435,8 +425,8 @@ class Run:
 
 def _components(
     config: Config, data: str | Path, console: rich.console.Console
-) -> tuple[Components, dict[str, Any]]:
-    """All that the config makes, with sizes that fit; and what the run's numbers depend on beside it."""
+) -> tuple[Components, dict[str, int]]:
+    """All that the config makes; and the sizes that it leaves open, chosen to fit."""
     accelerators.begin(config.shared)  # now, since the next line starts JAX
     distributed.require_joined()
     components = Components.make(config, data)
@@ -459,7 +449,7 @@ def _components(
         verdict = f": {report.verdict(planned)}" if planned else ""
         console.print(f"chosen to fit: {report.sized(config.sizes)}{verdict}")
     vars(components)["splits"] = splits  # as they were read: making them again may take minutes
-    return components, inputs_of(components) | chosen
+    return components, chosen
 
 
 @contextmanager

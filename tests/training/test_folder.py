@@ -58,10 +58,8 @@ def opening(made, tmp_path):
         out=None, source: Source | None = SOURCE, *, resume=True, init_from=None, components=made
     ):
         out = tmp_path / "run" if out is None else out
-        other = RunFolder(init_from) if isinstance(init_from, Path) else init_from
-        with RunFolder(out).open(
-            components, source, components.identity, resume=resume, init_from=other
-        ):
+        now = record.new(source, init_from, components.identity)
+        with RunFolder(out).open(components, now, resume=resume):
             pass
         return out
 
@@ -246,8 +244,9 @@ def test_another_version_of_the_package_or_a_library_is_said(begun, opening, cap
 def test_what_decides_the_numbers_must_be_put_back(tmp_path, name):
     run = record.new(None, inputs={name: "one", "module of_an_option": "two"}) | {"sums": {}}
     with pytest.raises(UserError, match=rf"{name} is not as it was .*\(one; now another\)"):
-        record.continued(tmp_path, run, None, None, {name: "another"})
-    record.continued(tmp_path, run, None, None, {name: "one"})  # the option is not taken this time
+        record.continued(tmp_path, run, record.new(None, inputs={name: "another"}))
+    # the option is not taken this time
+    record.continued(tmp_path, run, record.new(None, inputs={name: "one"}))
 
 
 def test_a_run_goes_on_with_the_commit_it_began_with(tmp_path):
@@ -518,14 +517,14 @@ def test_a_run_that_has_a_checkpoint_goes_on_without_its_origin(
 def test_a_run_that_has_a_checkpoint_needs_its_origin_no_more(opening, made, wire, monkeypatch):
     """Though the bucket of that is away."""
     url = f"s3://{s3.BUCKET}/origin"
-    with RunFolder(url).open(made, SOURCE, resume=False):
+    with RunFolder(url).open(made, record.new(SOURCE), resume=False):
         out = opening(resume=False, init_from=RunFolder(url).path)
     with Checkpoints(out / CHECKPOINTS) as there:
         there.save(4, {"a": jnp.ones(3)}, {})
     forget()
     monkeypatch.setattr(storage, "FIRST_PATIENCE", 0.1)
     wire.cut()
-    opening(out, init_from=RunFolder(out).init_from(None, resuming=True))
+    opening(out, init_from=RunFolder(out).init_from(None, resuming=True).path)
     with pytest.raises(UserError, match="cannot reach"):
         RunFolder(out).init_from(f"{url}/another", resuming=True)
 
@@ -533,7 +532,7 @@ def test_a_run_that_has_a_checkpoint_needs_its_origin_no_more(opening, made, wir
 def test_a_run_in_a_bucket_is_opened_without_what_few_read(made, wire):
     url = f"s3://{s3.BUCKET}/lean"
     names = [f"{name}/step-000001.npz" for name in ("tokens", "samples", "tensorboard")]
-    with RunFolder(url).open(made, SOURCE, resume=False):
+    with RunFolder(url).open(made, record.new(SOURCE), resume=False):
         for name in names:
             written(RunFolder(url).path / name)
     forget()
@@ -545,7 +544,7 @@ def test_a_run_in_a_bucket_is_opened_without_what_few_read(made, wire):
 def test_what_a_run_writes_is_in_the_bucket_when_it_ends(made, wire):
     url = f"s3://{s3.BUCKET}/ended"
     out = RunFolder(url).path
-    with contextlib.suppress(KeyError), RunFolder(out).open(made, SOURCE, resume=False):
+    with contextlib.suppress(KeyError), RunFolder(out).open(made, record.new(SOURCE), resume=False):
         (out / "samples.txt").write_text("late")
         raise KeyError
     other = storage._Mirror(url)
@@ -555,7 +554,7 @@ def test_what_a_run_writes_is_in_the_bucket_when_it_ends(made, wire):
 
 def test_other_processes_see_a_run_in_a_bucket_before_it_has_saved(made, wire):
     url = f"s3://{s3.BUCKET}/begun"
-    with RunFolder(url).open(made, SOURCE, resume=False):
+    with RunFolder(url).open(made, record.new(SOURCE), resume=False):
         other = storage._Mirror(url)
         other.pull("", "")
         assert RunFolder(other.folder).holds_run
@@ -793,7 +792,7 @@ def test_paths_are_from_the_folder_that_the_run_was_started_in(gone, tmp_path, m
     userfile.reset()
     made = Components.make(config.load(mine)(), "data")
     source = Source(mine, {}, tuple(userfile.files_read(but=mine)))
-    with RunFolder("run").open(made, source, made.identity, resume=False):
+    with RunFolder("run").open(made, record.new(source, None, made.identity), resume=False):
         pass
     shutil.move("run", elsewhere)
     if gone:
