@@ -297,7 +297,8 @@ class Run:
         if journal.find(LOSS, step, phase) is not None:
             return False
         self.log.flush()
-        if self.components.graded:
+        # a stop may have come between the two
+        if self.components.graded and journal.find("eval/accuracy", step, phase) is None:
             self.rollouts.push(params, step)
             self.validate(phase, step)
         known = scores(journal.records)

@@ -6,6 +6,8 @@ import shutil
 from contextlib import nullcontext
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -249,6 +251,35 @@ def test_a_run_of_rows_is_not_analyzed(folder, whole, monkeypatch, capsys):
     made = Components.make(config(folder), folder)
     monkeypatch.setattr(analyze, "open_run", lambda *_: nullcontext((made, None, 0)))
     assert "imitates rows: analyze reads runs of reinforcement" in fails(capsys, "analyze", whole)
+
+
+def test_an_evaluation_that_is_stopped_halfway_is_finished_by_the_next_session(tmp_path):
+    """Accuracy is there when a stop is heard between the batches of the loss."""
+    for stops in (True, False):
+        asked = []
+        with journal.Journal(tmp_path, terminal.console(quiet=True)) as made:
+            made.start(after=20)
+
+            def validate(phase, step, made=made, asked=asked):
+                asked.append(step)
+                made.record(step, phase, {"eval/accuracy": 0.5, "eval/score": 0.5})
+
+            def loss(*_, stops=stops):
+                if stops:
+                    raise StopRequested
+                return 1.25, 2.0
+
+            there = SimpleNamespace(
+                log=SimpleNamespace(journal=made, flush=lambda: None),
+                components=SimpleNamespace(graded=True, splits=SimpleNamespace(validation=[1])),
+                rollouts=SimpleNamespace(push=lambda *_: None),
+                validate=validate,
+                _loss=loss,
+            )
+            with pytest.raises(StopRequested) if stops else nullcontext():
+                run.Run._evaluate_rows(cast(Any, there), "warm_start", 20, None)
+        assert asked == [20] * stops
+    assert ["eval/accuracy" in r for r in journal.read(tmp_path)] == [True, False]
 
 
 def test_what_cannot_go_on_is_one_line(folder, whole, tmp_path, capsys):
