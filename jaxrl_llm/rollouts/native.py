@@ -11,33 +11,33 @@ batches, padding prompts by length up to 2.7 where long ones are read, else noth
 """
 
 import ctypes
-import itertools
 import math
 import time
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent import futures
 from concurrent.futures import Future
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxrl_llm.errors import UserError
-from jaxrl_llm.models.generation import Chosen, ScannedGenerator, UnrolledGenerator
+from jaxrl_llm.models.generation import ScannedGenerator, UnrolledGenerator
 from jaxrl_llm.models.tokenizer import HiddenTokens
 from jaxrl_llm.rollouts.sampler import (
     Draft,
     Reply,
     Request,
+    Said,
     Sampler,
     Sampling,
     enumerate_requests,
 )
-from jaxrl_llm.rollouts.slots import Slots, idle_slots, program, rules_of
+from jaxrl_llm.rollouts.slots import idle_slots, program, rules_of
 from jaxrl_llm.rollouts.trajectory import Trajectory
 
 SHORTEST = 16  # tokens to which shorter prompts are padded: fewer programs to compile
@@ -46,13 +46,6 @@ SOON = 0.01  # seconds in which a reply is waited for; a later one is looked for
 LOOK = 16
 CALL = 5.0  # seconds of decoding, about, between checks whether to stop
 CHECK = 0.5  # seconds between checks where all slots wait for replies
-
-
-class Read(NamedTuple):
-    """Prompts that were read together: their keys and values, and requests by their rows in them."""
-
-    cache: Any
-    requests: deque[tuple[int, Request]]
 
 
 class NativeSampler(Sampler):
@@ -114,23 +107,25 @@ class NativeSampler(Sampler):
         """Answers at once: trainer and sampler share devices. Sets `counters` to its figures."""
         if self.params is None:
             raise UserError("the sampler has no weights: push some before it is asked")
-        requests, longer = (defaultdict[tuple[int, ...], list[Request]](list) for _ in range(2))
-        hidden, usual = deque[Request](), self.prompt_length or math.inf
+        usual, longer, hidden = list[Request](), list[Request](), list[Request]()
+        longest = self.prompt_length or math.inf
         for request in enumerate_requests(prompts, n):
-            begins = reply and isinstance(prompts[request.index // n], HiddenTokens)
-            some = requests if len(request.prompt) <= usual else longer
-            (hidden if begins else some[request.prompt]).append(request)
+            if reply and isinstance(prompts[request.index // n], HiddenTokens):
+                hidden.append(request)
+            else:
+                (usual if len(request.prompt) <= longest else longer).append(request)
         drafts = [Draft(sampling, prompt) for prompt in prompts for _ in range(n)]
         self.counters = {"prefill_tokens": 0, "decode_steps": 0, "left": len(drafts)}
         begun, busy = time.perf_counter(), 0.0
         # what the host has changed goes along with a call: a device_put of its own takes longer
         with jax.set_mesh(self.mesh), jax.transfer_guard_host_to_device("allow"):
-            if requests or hidden:
-                busy += self._serve(self.slots, requests, hidden, drafts, sampling, reply)
+            if usual or hidden:
+                busy += _Round(self, self.slots, usual, hidden, drafts, sampling, reply).run()
             if longer:
                 columns = lambda length: padded(length, SHORTEST) + sampling.max_tokens
-                fit = self.slots * columns(self.prompt_length) // columns(max(map(len, longer)))
-                busy += self._serve(self._evenly(fit), longer, deque(), drafts, sampling, reply)
+                most = self.slots * columns(self.prompt_length)
+                fit = self._evenly(most // columns(max(len(one.prompt) for one in longer)))
+                busy += _Round(self, fit, longer, [], drafts, sampling, reply).run()
         self.counters["idle_seconds"] = time.perf_counter() - begun - busy
         responses = [Future[Trajectory]() for _ in drafts]
         for response, draft in zip(responses, drafts, strict=True):
@@ -147,127 +142,201 @@ class NativeSampler(Sampler):
         planned = padded(self.prompt_length or length, SHORTEST)
         return self._evenly(self.prefill_prompts * min(planned, length) // length)
 
-    def _serve(
+
+class _Round:
+    """Requests that are answered together in some slots: all that the host knows of them.
+
+    Those without a slot are `waiting`, or their prompts are `read`, or `hidden`: a reply says first
+    what the policy sees. Those in a slot are `working`, until their response, or its segment, is
+    over; `replies` are to come for some of these.
+    """
+
+    def __init__(
         self,
+        engine: NativeSampler,
         number: int,
-        requests: Mapping[tuple[int, ...], list[Request]],
-        hidden: deque[Request],
+        requests: Sequence[Request],
+        hidden: Sequence[Request],
         drafts: list[Draft],
         sampling: Sampling,
         reply: Reply | None,
-    ) -> float:
-        """The host's loop over `number` slots: fill free ones, decode, collect turns and replies to them.
+    ):
+        self.engine, self.drafts, self.reply = engine, drafts, reply
+        self.waiting = deque[tuple[int, list[list[Request]]]]()  # as `_line_up` says
+        self.read = deque[tuple[int, Request]]()  # with the prompt's row in `prompts`
+        self.prompts: Any = None  # keys and values of the prompts that were read last
+        self.hidden = deque(hidden)
+        self.working: dict[int, Request] = {}  # by slot
+        self.replies: dict[int, Future[Said]] = {}  # by slot
+        self.rules = rules_of(sampling)
+        self.slots: Any = idle_slots(number, sampling.max_tokens, turns=reply is not None)
+        longest = padded(max(len(one.prompt) for one in [*requests, *hidden]), SHORTEST)
+        self.limit = longest + sampling.max_tokens  # columns of the cache, at most
+        self.columns = self._columns(longest)
+        self.cache: Any = engine._empty(number, self.columns)
+        self._line_up(requests)
 
-        What a `hidden` request begins with is asked for once a slot is free for it. Gives the seconds of
-        decoding.
-        """
-        asked, count = [*itertools.chain(*requests.values(), hidden)], self.counters
-        busy, left, refill = 0.0, len(asked), max(1, number // 16)
-        longest = padded(max(len(one.prompt) for one in asked), SHORTEST)
-        limit = longest + sampling.max_tokens
-        columns = self._columns(longest + self.stride, limit)
-        cache = self._empty(number, columns)
-        slots = idle_slots(number, sampling.max_tokens, turns=reply is not None)
-        rules = rules_of(sampling)
-        working: dict[int, Request] = {}  # by slot
-        replies: dict[int, Future[Any]] = {}  # replies to come, by slot
-        waiting, read, again = deque(self._together(requests)), list[Read](), list[Request]()
-
-        def grown(cache, columns, end):
-            if end + self.stride > columns < limit:
-                columns = self._columns(end + self.stride, limit)
-                cache = cast(UnrolledGenerator, self.model).grow(cache, columns)
-            return cache, columns
-
-        while left:
-            self._check()
-            if again:
-                segments = defaultdict[tuple[int, ...], list[Request]](list)
-                for request in again:
-                    segments[request.prompt].append(request)
-                cache, columns = grown(cache, columns, max(map(len, segments)))
-                waiting += self._together(segments)
-                again.clear()
-            cache = self._admit(cache, slots, working, waiting, read)
-            while hidden and (free := _free(slots, working)):
-                working[free[0]] = request = hidden.popleft()
-                assert reply is not None
-                replies[free[0]] = reply(request.index, None, ())
-            if slots.done.all():  # all wait for replies
-                futures.wait(replies.values(), CHECK, futures.FIRST_COMPLETED)
+    def run(self) -> float:
+        """Answers all of them; the seconds of decoding."""
+        busy = 0.0
+        while self.waiting or self.read or self.hidden or self.working:
+            self.engine._check()
+            self._admit()
+            if self.slots.done.all():  # all wait for replies
+                futures.wait(self.replies.values(), CHECK, futures.FIRST_COMPLETED)
             else:
-                live = ~slots.done
-                end = int(slots.position[live].max())
-                cache, columns = grown(cache, columns, end)
-                quota = refill if left > len(working) else number
-                if reply:
-                    quota = max(1, live.sum() // 16)
-                steps = min(self.steps, max(self.stride, int(CALL / self._pace)))
-                steps = min(steps, max(LOOK, self.stride)) if replies else steps
-                steps = steps if columns == limit else min(steps, columns - end)
-                began = time.perf_counter()
-                ends = np.int32(quota), np.int32(steps)
-                cache, *done = self._run(self.params, cache, slots, rules, *ends)
-                slots, steps = jax.tree.map(np.array, jax.device_get(done))
-                took = time.perf_counter() - began
-                busy, self._pace = busy + took, max(took / max(int(steps), 1), 1e-6)
-                count["decode_steps"] += int(steps)
-            ended = _collect(slots, working, replies, drafts, reply, again, self._chosen(cache))
-            left, count["left"] = left - ended, count["left"] - ended
+                busy += self._decode()
+            self._collect()
         return busy
 
-    def _chosen(self, cache: Any) -> Chosen | None:
-        """The experts of all tokens in the slots, if they are kept."""
-        return cache[-1] if self.model.routed else None
+    def _columns(self, end: int) -> int:
+        """Columns of a cache with a stride after `end`: all, or if `static` a power of two: few programs."""
+        static, needed = self.engine.model.static, padded(end + self.engine.stride, 256)
+        return min(self.limit, needed) if static else self.limit
 
-    def _columns(self, needed: int, limit: int) -> int:
-        """Columns of the cache: all, or if `static` a power of two, for few compilations."""
-        return min(limit, padded(needed, 256)) if self.model.static else limit
+    def _grow(self, end: int) -> None:
+        """Makes room in the cache for a stride after column `end`."""
+        if (columns := self._columns(end)) > self.columns:
+            model, self.columns = cast(UnrolledGenerator, self.engine.model), columns
+            self.cache = model.grow(self.cache, columns)
 
-    def _together(
-        self, requests: Mapping[tuple[int, ...], list[Request]]
-    ) -> list[tuple[int, list[list[Request]]]]:
-        """Requests by their prompts, of which some are read at a time: padded to a length."""
-        each = [*requests.values()]
-        lengths = by_padded_length([*map(len, requests)], SHORTEST)
-        return [
-            (length, [each[i] for i in group[start : start + size]])
-            for length, group in lengths.items()
-            for size in [self._read_at_a_time(length)]
-            for start in range(0, len(group), size)
-        ]
+    def _line_up(self, requests: Sequence[Request]) -> None:
+        """Lets requests wait by their prompts, of which some are read at a time: padded to a length."""
+        by_prompt = defaultdict[tuple[int, ...], list[Request]](list)
+        for request in requests:
+            by_prompt[request.prompt].append(request)
+        each = [*by_prompt.values()]
+        for length, places in by_padded_length([*map(len, by_prompt)], SHORTEST).items():
+            size = self.engine._read_at_a_time(length)
+            parts = [places[start : start + size] for start in range(0, len(places), size)]
+            self.waiting += [(length, [each[i] for i in part]) for part in parts]
 
-    def _read(self, length: int, some: list[list[Request]]) -> Read:
-        """Reads prompts."""
-        size = self._read_at_a_time(length)
+    def _read_next(self) -> None:
+        """Reads the prompts that have waited longest; there are never others beside them."""
+        engine, (length, some) = self.engine, self.waiting.popleft()
+        size = engine._read_at_a_time(length)
         tokens, lengths = np.zeros((size, length), np.int32), np.zeros(size, np.int32)
         for row, (request, *_) in enumerate(some):
             lengths[row] = len(request.prompt)
             tokens[row, : lengths[row]] = request.prompt
-        self.counters["prefill_tokens"] += int(lengths.sum())
-        requests = deque((row, one) for row, group in enumerate(some) for one in group)
-        return Read(self._prefill(self.params, tokens, lengths), requests)
+        engine.counters["prefill_tokens"] += int(lengths.sum())
+        self.prompts = engine._prefill(engine.params, tokens, lengths)
+        self.read += [(row, one) for row, group in enumerate(some) for one in group]
 
-    def _admit(self, cache, slots, working, waiting, read):
+    def _admit(self) -> None:
         """Puts requests into free slots: the prompts' cache on the device, the rest on the host.
 
-        `read` has those prompts whose requests are not all in slots yet: no others are there beside them.
+        What a hidden one begins with is asked for once a slot is free for it.
         """
-        free = deque(_free(slots, working))
-        while free and (read or waiting):  # read a prompt only if a slot is free
-            if not read:
-                read.append(self._read(*waiting.popleft()))
-            requests = read[0].requests
-            slot = np.full(self.prefill_prompts, len(slots.done), np.int32)  # out of range: no copy
-            which = np.zeros(self.prefill_prompts, np.int32)
-            for i in range(min(len(slot), len(free), len(requests))):
-                s, (row, request) = free.popleft(), requests.popleft()
-                slot[i], which[i], working[s] = s, row, request
-                _start(slots, s, request)
-            cache = self._insert(cache, read[0].cache, slot, which)
-            if not requests:
-                read.clear()
-        return cache
+        free = deque(s for s in range(len(self.slots.done)) if s not in self.working)
+        while free and (self.read or self.waiting):  # read a prompt only if a slot is free
+            if not self.read:
+                self._read_next()
+            # nothing is copied to a slot out of range
+            slot = np.full(self.engine.prefill_prompts, len(self.slots.done), np.int32)
+            which = np.zeros_like(slot)
+            for i in range(min(len(slot), len(free), len(self.read))):
+                s, (row, request) = free.popleft(), self.read.popleft()
+                slot[i], which[i] = s, row
+                self._start(s, request)
+            self.cache = self.engine._insert(self.cache, self.prompts, slot, which)
+            if not self.read:
+                self.prompts = None
+        while free and self.hidden:
+            assert self.reply is not None
+            s, request = free.popleft(), self.hidden.popleft()
+            self.working[s], self.replies[s] = request, self.reply(request.index, None, ())
+
+    def _start(self, s: int, request: Request) -> None:
+        """Sets slot `s` to read the last token of the prompt next."""
+        slots, self.working[s] = self.slots, request
+        slots.prompt[s], slots.number[s] = _hash(request.prompt), request.number
+        slots.last[s], slots.position[s] = request.prompt[-1], len(request.prompt) - 1
+        slots.count[s], slots.done[s], slots.stopped[s] = request.used, False, False
+        if slots.forced is not None:
+            slots.forced[s] = request.used
+
+    def _decode(self) -> float:
+        """Decodes until there is something to do for the host; the seconds that it took."""
+        engine, live = self.engine, ~self.slots.done
+        end = int(self.slots.position[live].max())
+        self._grow(end)
+        # to come back once a few slots are done is of use where they can go on
+        go_on = self.reply or self.read or self.waiting
+        quota = max(1, live.sum() // 16) if go_on else len(live)
+        steps = min(engine.steps, max(engine.stride, int(CALL / engine._pace)))
+        steps = min(steps, max(LOOK, engine.stride)) if self.replies else steps
+        steps = min(steps, self.columns - end) if self.columns < self.limit else steps
+        began = time.perf_counter()
+        self.cache, *done = engine._run(
+            engine.params, self.cache, self.slots, self.rules, np.int32(quota), np.int32(steps)
+        )
+        self.slots, steps = jax.tree.map(np.array, jax.device_get(done))
+        took = time.perf_counter() - began
+        engine._pace = max(took / max(int(steps), 1), 1e-6)
+        engine.counters["decode_steps"] += int(steps)
+        return took
+
+    def _collect(self) -> None:
+        """Takes turns that are over, then frees their slots or asks for replies, and takes these."""
+        slots = self.slots
+        ended = [s for s in self.working if slots.done[s] and s not in self.replies]
+        for s in ended:
+            index = self.working[s].index
+            turn = slice(0 if slots.forced is None else slots.forced[s], slots.count[s])
+            tokens, logps = slots.tokens[s, turn].tolist(), slots.logps[s, turn].tolist()
+            if not all(map(math.isfinite, logps)):
+                raise UserError(
+                    "the model gives log-probs that are not finite: look at its weights, and for a "
+                    "dtype that its logits are too large for"
+                )
+            self.drafts[index].add(tokens, logps, bool(slots.stopped[s]))
+            if self.reply is None:
+                self._free(s)
+            else:
+                self.replies[s] = self.reply(index, tokens, logps)
+        if self.reply is None:
+            self.engine.counters["left"] -= len(ended)
+        else:
+            futures.wait([self.replies[s] for s in ended], SOON)
+            self._take_replies()
+
+    def _take_replies(self) -> None:
+        """Sets slots whose episodes go on to read the replies next, and frees the others.
+
+        A reply that takes the place of all before it is another request, which waits for a slot.
+        """
+        slots, again = self.slots, list[Request]()
+        for s in [s for s, reply in self.replies.items() if reply.done()]:
+            request = self.working[s]
+            episode = self.drafts[request.index]
+            size, segments = len(episode.tokens), len(episode.restarts)
+            goes_on = episode.goes_on(self.replies.pop(s).result())
+            if goes_on and episode.turns and len(episode.restarts) == segments:
+                count = slots.count[s]
+                slots.forced[s] = count + len(episode.tokens) - size
+                slots.tokens[s, count : slots.forced[s]] = episode.tokens[size:]
+                slots.done[s] = slots.stopped[s] = False
+                continue
+            self._free(s)
+            if not goes_on:
+                self.engine.counters["left"] -= 1
+                continue
+            identity = np.asarray([_hash(request.prompt), request.number], np.uint32).tobytes()
+            used = slots.tokens.shape[1] - episode.room
+            prompt = tuple(episode.tokens[size:]) or request.prompt
+            again.append(Request(prompt, zlib.crc32(identity), request.index, used))
+        if again:
+            self._grow(max(len(one.prompt) for one in again))
+            self._line_up(again)
+
+    def _free(self, s: int) -> None:
+        """Frees slot `s`, and notes the experts of the tokens that were read there, if they are kept."""
+        request = self.working.pop(s)
+        self.slots.position[s], draft = 0, self.drafts[request.index]
+        if self.engine.model.routed and draft.turns:  # before the first turn nothing was read
+            size = len(request.prompt) + int(self.slots.count[s]) - request.used - 1  # not the last
+            draft.experts.append(np.asarray(_row(self.cache[-1].experts, s))[:size])
 
 
 def _give_back_memory() -> None:
@@ -321,82 +390,6 @@ def padded(number: int, least: int = 1) -> int:
 def _hash(prompt: tuple[int, ...]) -> int:
     """The number that stands for a prompt in the noise of its responses."""
     return zlib.crc32(np.asarray(prompt, np.int32).tobytes())
-
-
-def _start(slots: Slots, s: int, request: Request) -> None:
-    """Sets slot `s` to read the last token of the prompt next."""
-    arrays: Any = slots
-    arrays.prompt[s], arrays.number[s] = _hash(request.prompt), request.number
-    arrays.last[s], arrays.position[s] = request.prompt[-1], len(request.prompt) - 1
-    arrays.count[s], arrays.done[s], arrays.stopped[s] = request.used, False, False
-    if arrays.forced is not None:
-        arrays.forced[s] = request.used
-
-
-def _collect(
-    slots: Slots,
-    working: dict[int, Request],
-    replies: dict[int, Future[Any]],
-    drafts: list[Draft],
-    reply: Reply | None,
-    again: list[Request],
-    chosen: Chosen | None,
-) -> int:
-    """Takes turns that are over and asks for replies; how many responses these end.
-
-    A slot whose episode goes on is set to read the reply next, another one is free. New segments
-    are added to `again`. `chosen` are the experts of the tokens in each slot.
-    """
-
-    def context_ends(s, request, count):
-        if chosen is not None:
-            read = len(request.prompt) + int(count) - request.used - 1  # not the last one
-            drafts[request.index].experts.append(np.asarray(_row(chosen.experts, s))[:read])
-
-    arrays: Any = slots
-    ended_now = [s for s in working if slots.done[s] and s not in replies]
-    for s in ended_now:
-        turn = slice(0 if slots.forced is None else slots.forced[s], slots.count[s])
-        tokens, logps = slots.tokens[s, turn].tolist(), slots.logps[s, turn].tolist()
-        if not all(map(math.isfinite, logps)):
-            raise UserError(
-                "the model gives log-probs that are not finite: look at its weights, and for a "
-                "dtype that its logits are too large for"
-            )
-        drafts[working[s].index].add(tokens, logps, bool(slots.stopped[s]))
-        if reply is None:
-            context_ends(s, working.pop(s), slots.count[s])
-        else:
-            replies[s] = reply(working[s].index, tokens, logps)
-    if reply is None:
-        return len(ended_now)
-    futures.wait([replies[s] for s in ended_now], SOON)
-    ended = 0
-    for s in [s for s in replies if replies[s].done()]:
-        request, count = working[s], slots.count[s]
-        episode = drafts[request.index]
-        size, segments = len(episode.tokens), len(episode.restarts)
-        begins = not episode.turns
-        goes_on = episode.goes_on(replies.pop(s).result())
-        if goes_on and len(episode.restarts) == segments and not begins:
-            arrays.forced[s] = count + len(episode.tokens) - size
-            arrays.tokens[s, count : arrays.forced[s]] = episode.tokens[size:]
-            arrays.done[s] = arrays.stopped[s] = False
-            continue
-        working.pop(s)
-        if not begins:
-            context_ends(s, request, count)
-        arrays.position[s], ended = 0, ended + (not goes_on)
-        if goes_on:
-            identity = np.asarray([_hash(request.prompt), request.number], np.uint32).tobytes()
-            used = slots.tokens.shape[1] - episode.room
-            prompt = tuple(episode.tokens[size:]) or request.prompt
-            again.append(Request(prompt, zlib.crc32(identity), request.index, used))
-    return ended
-
-
-def _free(slots: Slots, working: Mapping[int, Request]) -> list[int]:
-    return [s for s in range(len(slots.done)) if s not in working]
 
 
 @jax.jit
