@@ -84,7 +84,8 @@ def test_a_step_of_the_example_is_a_step_of_a_run(grpo, folder, monkeypatch, cap
         groups = tiny.groups(responses[0], given, n=4)
         batch, reward = step.batch(groups)
         scores, _ = step.score(state.params, batch, groups)
-        after, visits = step.update(state, step.credit(batch, reward, **scores))
+        credited = step.programs.credit(batch, reward, **scores)
+        after, visits = step.programs.update(state, credited)
     loss, drift = (float(np.asarray(visits[name]).sum()) for name in ("loss", "kl"))
     assert abs(loss) > 0.01 < drift
     assert out.endswith(f", loss {loss:+.3f}, KL {drift:.4f}\n")

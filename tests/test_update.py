@@ -419,7 +419,7 @@ def test_a_step_with_a_teacher_is_that_of_torch(tmp_path, beta):
     groups = tiny.groups(sampled, [Reward(0.0, False)] * 8, n=4)
     batch, reward = step.batch(groups)
     scores, described = step.score(state.params, batch, groups)
-    after, _ = step.update(state, step.credit(batch, reward, **scores))
+    after, _ = step.programs.update(state, step.programs.credit(batch, reward, **scores))
     want = dict(np.load(tmp_path / "gradient.npz"))
     np.testing.assert_allclose(described["kl_teacher"], want.pop("kl_teacher"), atol=1e-5)
     found = dict(hf.named_tensors(jax.tree.map(jnp.subtract, params, after.params)))
@@ -508,7 +508,7 @@ def test_tokens_that_nobody_sampled_after_their_prompt_have_the_trainers_log_pro
     )
     np.testing.assert_allclose(found["old_logp"][:20], sampled[:20], atol=1e-5)
     assert all(np.isfinite(x).all() for x in jax.tree.leaves((scores, described)))
-    credited = step.credit(batch, reward, **scores)
+    credited = step.programs.credit(batch, reward, **scores)
     advantage = batch.layout.to_rows(credited.advantage)[0, :20]
     # a lone second attempt teaches by its copy alone
     np.testing.assert_array_equal(advantage, [0.0] * 15 + [1.0] * 5)

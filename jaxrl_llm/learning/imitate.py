@@ -45,10 +45,6 @@ class Step:
         reward = everywhere(np.ones((len(trajectories), 1), np.float32))
         return self.programs.credit(batch, reward, old_logp=zero)
 
-    def update(self, state: update.TrainState, credited: update.Credited) -> Any:
-        """The new state, and metrics by visit; the old state is donated."""
-        return self.programs.update(state, credited, frozen=self.frozen)
-
     def held_out(
         self, params: Any, rows: Sequence[Trajectory], batch: int, between: Callable[[], object]
     ) -> float:

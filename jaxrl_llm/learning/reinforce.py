@@ -75,14 +75,6 @@ class Step:
         data = {name: x for name, x in data.items() if x is not None and name != "logp"}
         return data, _describe_scores(batch, now, sampler, ref, teacher)
 
-    def credit(self, batch: Batch, reward: jax.Array, **data: Any) -> update.Credited:
-        """The batch with advantages and weights: all that is constant in the parameters."""
-        return self.programs.credit(batch, reward, **data)
-
-    def update(self, state: update.TrainState, credited: update.Credited) -> Any:
-        """The new state, and metrics by visit; the old state is donated."""
-        return self.programs.update(state, credited, frozen=self.frozen)
-
     @cached_property
     def token_stats(self) -> Callable[..., dict[str, np.ndarray]]:
         """`(params, batch, reward, credited, rows)`: numbers of these rows' tokens after the update."""

@@ -128,7 +128,7 @@ class Imitation:
                     "the response_length of the warm start"
                 )
             credited = self._learn.batch(demonstrations)  # advantage 1 on [B, T]
-            state, visits = self._learn.update(state, credited)
+            state, visits = self._learn.programs.update(state, credited, frozen=self._learn.frozen)
             log.flush()
         left_out = self._components.splits.skipped if self._supervised else 0
         log.later(imitate.describe, visits, demonstrations, left_out)
@@ -190,8 +190,8 @@ class Reinforcement:
             reinforce.require_our_policy(groups, step, described, self._rollouts.sampler.tolerance)
         with log.phase("update"):
             # credit is all that is constant in the parameters: advantages and weights
-            credited = self._learn.credit(batch, reward, **scores)
-            state, visits = self._learn.update(state, credited)
+            credited = self._learn.programs.credit(batch, reward, **scores)
+            state, visits = self._learn.programs.update(state, credited, frozen=self._learn.frozen)
             log.flush()  # metrics of the step before, while the devices work
             jax.block_until_ready(state)
         host = self._rollouts.report(step, groups)

@@ -75,12 +75,15 @@ class Trial:
         )  # fmt: skip
         vars(config).update(changes)
         config.last_step = config.steps
-        imitation = SimpleNamespace(batch=list, update=lambda *args: self.update(*args))
+        programs = SimpleNamespace(
+            credit=lambda batch, reward: batch, update=lambda *args, frozen: self.update(*args)
+        )
+        imitation = SimpleNamespace(batch=list, programs=programs, frozen=None)
         step = SimpleNamespace(
             batch=lambda groups: (trajectories(groups), rewards(groups)),
             score=lambda params, batch, groups: ({}, {}),
-            credit=lambda batch, reward: batch,
-            update=lambda *args: self.update(*args),
+            programs=programs,
+            frozen=None,
             token_stats=lambda *_: {},
         )
         splits = SimpleNamespace(train=task.train, parts=())

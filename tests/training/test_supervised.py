@@ -180,7 +180,7 @@ def test_the_loss_is_that_of_transformers(folder, reference, pack, devices, monk
             np.testing.assert_allclose(found, reference, rtol=1e-5)
         state = update.init_state(params, made.warm_start.optimizer)
         step = components.imitation(state)
-        _, visits = step.update(state, step.batch(rows))
+        _, visits = step.programs.update(state, step.batch(rows), frozen=step.frozen)
     np.testing.assert_allclose(visits["loss"], [reference], rtol=1e-5)
 
 
