@@ -49,14 +49,33 @@ def run(
     for slot in range(workers):
         slots.put(slot)
 
+    def finished(name: str, slot: int) -> int:
+        """Runs a command to its end, on the cores of its slot; returns its exit code."""
+        command = commands[name]
+        if LINUX:
+            there = available()
+            cores = ",".join(str(there[(slot * threads + i) % len(there)]) for i in range(threads))
+            command = [sys.executable, "-S", "-P", "-c", _BOUND, str(os.getpid()), cores, *command]
+        given, signalled = {**os.environ, **environment, "NPROC": str(threads)}, False
+        with (
+            (logs / f"{name}.log").open("ab") as log,
+            subprocess.Popen(  # noqa: S603
+                command, env=given, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
+            ) as process,
+        ):
+            while process.poll() is None:
+                if stop.requested and not signalled:
+                    process.terminate()
+                    signalled = True
+                time.sleep(POLL)
+        return process.returncode
+
     def one(name: str) -> int | None:
         code, slot = None, slots.get()
         try:
             while not stop.requested and code in (None, UNFINISHED):
                 say(name, None)
-                code = _finished(
-                    commands[name], logs / f"{name}.log", slot, threads, environment, stop
-                )
+                code = finished(name, slot)
                 say(name, code)
         except BaseException:
             stop.request()  # the others save, and are not waited for in vain
@@ -72,31 +91,3 @@ def run(
 def available() -> list[int]:
     """The cores that this process may use."""
     return sorted(os.sched_getaffinity(0)) if LINUX else [*range(os.cpu_count() or 1)]
-
-
-def _finished(
-    command: Sequence[str],
-    log: Path,
-    slot: int,
-    threads: int,
-    environment: Mapping[str, str],
-    stop: Stop,
-) -> int:
-    """Runs a command to its end, on the cores of its slot; returns its exit code."""
-    if LINUX:
-        there = available()
-        cores = ",".join(str(there[(slot * threads + i) % len(there)]) for i in range(threads))
-        command = [sys.executable, "-S", "-P", "-c", _BOUND, str(os.getpid()), cores, *command]
-    given, signalled = {**os.environ, **environment, "NPROC": str(threads)}, False
-    with (
-        log.open("ab") as output,
-        subprocess.Popen(  # noqa: S603
-            command, env=given, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT
-        ) as process,
-    ):
-        while process.poll() is None:
-            if stop.requested and not signalled:
-                process.terminate()
-                signalled = True
-            time.sleep(POLL)
-    return process.returncode

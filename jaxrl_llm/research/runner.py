@@ -288,9 +288,12 @@ def _make(
         )
         console.print(f"{time.strftime('%H:%M')} {state} {name}{score}")
 
-    def make(runs: Sequence[Run]) -> dict[str, int | None]:
-        program = [sys.executable, "-P", "-m", "jaxrl_llm"]
-        return pool.run(
+    console.print(
+        f"{len(warm) + len(left)} runs to make, {workers} at a time, {threads} cores each, in {grid.out}"
+    )
+    codes, program = dict[str, int | None](), [sys.executable, "-P", "-m", "jaxrl_llm"]
+    for runs in (warm.values(), left):  # a run without its warm start fails, and says so
+        codes |= pool.run(
             {run.name: [*program, *grid.command(run, data)] for run in runs},
             grid.out / "logs",
             workers=workers,
@@ -299,11 +302,7 @@ def _make(
             stop=stop,
             say=say,
         )
-
-    console.print(
-        f"{len(warm) + len(left)} runs to make, {workers} at a time, {threads} cores each, in {grid.out}"
-    )
-    return make([*warm.values()]) | make(left)  # a run without its warm start fails, and says so
+    return codes
 
 
 def divided(count: int) -> dict[str, str]:
