@@ -8,7 +8,8 @@ from jaxrl_llm.cli.open_run import open_run
 from jaxrl_llm.errors import UserError, flags_at_least
 from jaxrl_llm.learning import evaluate
 from jaxrl_llm.learning.evaluate import Result
-from jaxrl_llm.tasks.math.records import Problem, Suite, suite, without
+from jaxrl_llm.tasks.math import records
+from jaxrl_llm.tasks.math.records import Problem, Suite, without
 from jaxrl_llm.tasks.math.task import MathTask
 from jaxrl_llm.training import record, tables, terminal
 from jaxrl_llm.training.components import DATA, TESTED, Components, Prompted, add, askable
@@ -54,7 +55,8 @@ def main(
     if len(dict(sources)) < len(sources):
         raise UserError(f"--suite {' '.join(suite)}: a suite is named twice")
     steps = _last(folder, last) if last else [step]
-    suites = {name: _suite(name, source) for name, source in sources}
+    published = ((name, records.suite(name), source) for name, source in sources)
+    suites = {name: (one, one.load(source)) for name, one, source in published}
     with open_run(run, data_folder, steps[0]) as (components, sampler, chosen):
         config, tests = components.config, _examples(components, suites, samples)
         for said in _overlaps(components, suites):
@@ -85,11 +87,6 @@ def main(
     else:
         title = f"{run}, step {chosen}: test accuracy in percent (95% interval)"
         console.print(tables.accuracies(title, table[chosen][TEST], config.evaluation.by))
-
-
-def _suite(name: str, source: str) -> tuple[Suite, list[Problem]]:
-    found = suite(name)
-    return found, found.load(source)
 
 
 def _last(folder: RunFolder, count: int) -> list[int]:
