@@ -235,8 +235,8 @@ def _evaluations(records: Sequence[Record]) -> Sequence[Part]:
         parts += [table("Loss on rows not learned from", ["step", "rows of", "loss"], rows)]
     if not evaluations:
         return parts if losses else [*parts, tag("p", "There was none yet.")]
-    names = re.findall(r"'(?:eval|test)/((?:avg|pass)@\d+)'", str([[*r] for r, _ in evaluations]))
-    extra = list(dict.fromkeys(names))
+    keys = [k for r, _ in evaluations for k in r if re.fullmatch(r"(eval|test)/(avg|pass)@\d+", k)]
+    extra = list(dict.fromkeys(k.split("/")[1] for k in keys))
     cell = lambda x: "" if x is None else f"{100 * x:.1f}"
     rows = []
     for r, of in evaluations:
