@@ -309,7 +309,8 @@ class Components:
         self, params: Any, examples: Sequence[Any], between: Callable[[], object]
     ) -> float:
         """The loss of the warm start on other rows; `between` is called before each batch."""
-        rows = imitate.demonstrations(self.token_task(), str, 0, examples)
+        assert isinstance(self.task, Supervised)
+        rows = [imitate.of_row(self.task, self.tokenizer, one) for one in examples]
         step, batch = self._scorer
         return step.held_out(params, rows, batch, between)
 
