@@ -381,10 +381,8 @@ def _delta(read: "_Reader") -> Delta:
 
 def _gemma4(sizes: dict[str, int], kinds: tuple[LayerKind, ...], read: "_Reader") -> dict[str, Any]:
     """Fields of a Shape that Gemma 4 alone has."""
-    inputs, shared = (
-        read.count("hidden_size_per_layer_input", 256),
-        read.count("num_kv_shared_layers", 0),
-    )
+    inputs = read.count("hidden_size_per_layer_input", 256)
+    shared = read.count("num_kv_shared_layers", 0)
     if inputs:
         known, vocabulary = read.number("vocab_size_per_layer_input", 262_144), sizes["vocab_size"]
         read.require(

@@ -391,10 +391,8 @@ class UnrolledGenerator:
                 continue
             if i < len(cache):
                 x, q, new_k, new_v, gate = _token_qkv(layer, x, ropes[kind])
-                k, v = (
-                    _write(layer_cache.k, new_k, position),
-                    _write(layer_cache.v, new_v, position),
-                )
+                k = _write(layer_cache.k, new_k, position)
+                v = _write(layer_cache.v, new_v, position)
                 longer.append(_shard(LayerCache(k, v)))
             else:
                 k, v = longer[model.shape.source(i)]

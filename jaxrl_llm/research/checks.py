@@ -385,10 +385,8 @@ def served(settings: Settings) -> Iterator[Line]:
                 proved = sync["sync/proof"] == 1
                 said = "proved" if proved else "not told"
                 yield Line(f"{dtype}: {what}, all weights", said, "to the bit", proved)
-            prompts, began = (
-                bench.random_prompts(shape.vocab_size, count, 32),
-                time.monotonic(),
-            )
+            prompts = bench.random_prompts(shape.vocab_size, count, 32)
+            began = time.monotonic()
             found = sampler.generate(prompts, n=1, sampling=Sampling(max_tokens=tokens))
             speed = count * tokens / (time.monotonic() - began)
             yield Line(f"{dtype}: sampling, tokens/s", f"{speed:,.0f}")

@@ -159,10 +159,8 @@ def _update(
     folder: Path, mesh: Any, sizes: Sizes, pythons: dict[str, Path], result: Result, timed: Timed
 ) -> None:
     """An optimizer step on the same responses, the model's own, and ours in two stages."""
-    subject, length = (
-        load_subject(folder, mesh, sizes.bfloat16),
-        sizes.prompt_length + sizes.response_length,
-    )
+    subject = load_subject(folder, mesh, sizes.bfloat16)
+    length = sizes.prompt_length + sizes.response_length
     result.tokens = sizes.rows * length
     result.floor = flops.update(
         subject.shape,

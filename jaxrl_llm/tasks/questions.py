@@ -28,9 +28,7 @@ INSTRUCTIONS = {  # by the first reward that has one
     ),
 }
 HINTED = "A response to it that is right:\n{}\n\nNow respond in your own words."
-HELD_OUT = (
-    200  # questions to test on where there is no test split, or a tenth of them if that is less
-)
+HELD_OUT = 200  # questions to test on without a test split, or a tenth of them if that is less
 _WRONG = (UserError, TypeError, ValueError, LookupError, AttributeError, RecursionError)
 
 

@@ -126,10 +126,8 @@ class Components:
         """The parameters that are not trained, in the compute precision; None if all are."""
         if self.shape.lora is None or self.source is None:
             return None
-        dtype, keep = (
-            qwen2.settings(self.policy.definition)[1].dtype,
-            lora.base_quantizer(self.shape),
-        )
+        dtype = qwen2.settings(self.policy.definition)[1].dtype
+        keep = lora.base_quantizer(self.shape)
         return hf.load(self.source, self.shape, self.mesh, dtype, keep=keep)
 
     @cached_property

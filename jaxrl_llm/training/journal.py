@@ -111,12 +111,8 @@ class Journal:
         writes: bool = True,
         on_record: Callable[[Record], None] | None = None,
     ):
-        self.folder, self.console, self._writes, self._on_record = (
-            folder,
-            console,
-            writes,
-            on_record,
-        )
+        self.folder, self.console = folder, console
+        self._writes, self._on_record = writes, on_record
         self.records = read(folder) if records is None else records
         self._synced = len(self.records)
         self._loggers: Loggers | None = None

@@ -307,16 +307,12 @@ def tensors(model, layer, module):
     parent, _, leaf = layer.rpartition(".")
     if leaf == "linear_attn":  # its own parameters, a number a head
         return [(layer, 0, sys.maxsize, module.num_v_heads // module.tp_size * module.tp_rank)]
-    names, sizes = (
-        model.packed_modules_mapping.get(leaf),
-        getattr(module, "output_partition_sizes", ()),
-    )
+    names = model.packed_modules_mapping.get(leaf)
+    sizes = getattr(module, "output_partition_sizes", ())
     if leaf == "conv1d":
         whole = model.get_submodule(parent)
-        names, sizes = (
-            [leaf],
-            [x // whole.tp_size for x in (whole.key_dim, whole.key_dim, whole.value_dim)],
-        )
+        names = [leaf]
+        sizes = [x // whole.tp_size for x in (whole.key_dim, whole.key_dim, whole.value_dim)]
     if names is None:
         return [(layer, 0, sys.maxsize, 0)]
     if leaf == "qkv_proj" and values_are_keys(model.config, layer):
