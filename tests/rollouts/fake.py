@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
+from jaxrl_llm.models.policy import Served, ServedAdapter
 from jaxrl_llm.rollouts.sampler import Reply, Sampler, Sampling
 from jaxrl_llm.rollouts.trajectory import Trajectory
 
@@ -45,3 +46,21 @@ class Scripted(Sampler):
 
     def release(self) -> None:
         self.params = None
+
+
+class OfTests(Served):
+    """A model for servers that has what a test gives it."""
+
+    adapter: Any = None
+
+    def __init__(self, **given: Any):
+        vars(self).update(given)
+
+
+class AdapterOfTests(ServedAdapter):
+    """Adapters for servers that have what a test gives them."""
+
+    rank: Any = 0
+
+    def __init__(self, **given: Any):
+        vars(self).update(given)

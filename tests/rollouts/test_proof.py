@@ -1,7 +1,5 @@
 """The proof of a sync, against a server that computes in bfloat16 as a real one does."""
 
-from types import SimpleNamespace
-
 import ml_dtypes
 import numpy as np
 import pytest
@@ -12,6 +10,7 @@ from jaxrl_llm.rollouts.vllm.client import NoRoute, Server, run
 from jaxrl_llm.rollouts.vllm.proof import TOLERANCE, Proof, probe_sequences
 from jaxrl_llm.rollouts.vllm.sampler import VllmSampler
 from jaxrl_llm.rollouts.vllm.sync import WeightSync
+from tests.rollouts.fake import OfTests
 from tests.rollouts.fake_vllm import Fake, completion
 
 VOCABULARY, WIDTH = 512, 64
@@ -77,9 +76,8 @@ def fake():
 
 
 def sampler_of(fake, root):
-    served = SimpleNamespace(
-        adapter=None,
-        config=lambda params, dtype: CONFIG,
+    served = OfTests(
+        config=lambda dtype: CONFIG,
         tensors=lambda params, dtype: params.items(),
         checksums=lambda params, dtype: {},
         score=logps_of,

@@ -12,7 +12,6 @@ import tracemalloc
 import zlib
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +21,7 @@ from jaxrl_llm.errors import UserError
 from jaxrl_llm.rollouts.vllm import client, sync
 from jaxrl_llm.rollouts.vllm.client import Server, run
 from jaxrl_llm.rollouts.vllm.serverside import EXTENSION, Receiver
+from tests.rollouts.fake import AdapterOfTests
 from tests.rollouts.fake_vllm import Fake
 from tests.rollouts.test_vllm import (
     CONFIG,
@@ -296,9 +296,9 @@ class Adapted(Fake):
 def adapting(fake, root):
     """A sampler of adapters, and the folders that it has published."""
     made = sampler_of(fake, root=root)
-    made._served.adapter = SimpleNamespace(
+    made._served.adapter = AdapterOfTests(
         rank=4,
-        config=lambda params, dtype: {"peft_type": "LORA", "dtype": dtype},
+        config=lambda dtype: {"peft_type": "LORA", "dtype": dtype},
         tensors=lambda params, dtype: {"a.lora_A": params["a"]}.items(),
         checksums=lambda params, dtype: {},
     )

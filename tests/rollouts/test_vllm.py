@@ -26,6 +26,7 @@ from jaxrl_llm.rollouts.vllm.client import NoAnswer, Response, Server
 from jaxrl_llm.rollouts.vllm.sampler import VllmSampler, turns_of
 from jaxrl_llm.rollouts.vllm.serverside import EXTENSION
 from jaxrl_llm.rollouts.vllm.service import Service, Turn, request_seed
+from tests.rollouts.fake import OfTests
 from tests.rollouts.fake_vllm import LOGP, Fake, completion, tokens_of
 from tests.training.process import port
 
@@ -45,9 +46,8 @@ def sampler_of(*fakes, root, key="key", timeout=120.0, expected=LOGP, **settings
     settings = {"dtype": "float32", "concurrency": 4} | settings
     waiting = {"patience": settings.pop("patience", 120.0)}
     root.mkdir(exist_ok=True)
-    served = SimpleNamespace(
-        adapter=None,
-        config=lambda params, dtype: CONFIG | {"dtype": dtype},
+    served = OfTests(
+        config=lambda dtype: CONFIG | {"dtype": dtype},
         tensors=lambda params, dtype: params.items(),
         checksums=lambda params, dtype: {},
         score=lambda params, sequences: [np.full(len(s) - 1, expected) for s in sequences],

@@ -16,7 +16,6 @@ from collections import Counter
 from contextlib import closing
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -43,6 +42,7 @@ from jaxrl_llm.training.leaving import Stop
 from tests import tiny
 from tests.adapters import adding
 from tests.processes import kill
+from tests.rollouts.fake import OfTests
 from tests.rollouts.test_turns import Random as RandomEnvironments
 from tests.rollouts.test_turns import seen_by_the_engine
 from tests.rollouts.test_vllm import responses
@@ -535,9 +535,8 @@ def test_the_stale_head_of_a_tied_reload_is_caught(logs, tmp_path):
     made = VllmSampler(
         [sidecar.server],
         transport,
-        SimpleNamespace(
-            adapter=None,
-            config=lambda params, dtype: families.config_of(SHAPE, dtype),
+        OfTests(
+            config=lambda dtype: families.config_of(SHAPE, dtype),
             tensors=hf.named_tensors,
             checksums=Policy(DEFINITION).served(1).checksums,
             score=Policy(DEFINITION).served(1).score,
