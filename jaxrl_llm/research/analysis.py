@@ -230,7 +230,8 @@ def compiled(
         )
 
     gradient = make_gradient(logp, plain, params)
-    return Trial(of.state, training.update, gradient, score), credited
+    step = partial(training.programs.update, frozen=training.frozen)
+    return Trial(of.state, step, gradient, score), credited
 
 
 def make_gradient(
