@@ -69,18 +69,18 @@ def test_numbers_are_those_of_plain_forward_passes(mesh, pack, ratios):
     with jax.set_mesh(mesh):
         state = update.init_state(jax.tree.map(jnp.copy, before), optimizer)
         reference = jax.tree.map(lambda x: 1.01 * x, before)
-        programs = tiny.step(
+        made = tiny.step(
             Policy(), OBJECTIVE, optimizer, tiny.collator(shards=shards, pack=pack), mesh, state,
             reference=reference, sampler_ratios=ratios == "sampler",
         )  # fmt: skip
         rewards = [Reward(x, x == 1.0) for x in SCORES]
         groups = tiny.groups(responses, rewards, n=4)
-        batch, reward = programs.batch(groups)
-        seen, _ = programs.score(state.params, batch, groups)
+        batch, reward = made.batch(groups)
+        seen, _ = made.score(state.params, batch, groups)
         seen["teacher_logp"] = seen["ref_logp"] - 1
-        credited = programs.credit(batch, reward, **seen)
-        state, _ = programs.update(state, credited)
-        numbers = programs.token_stats(state.params, batch, reward, credited, ROWS)
+        credited = made.programs.credit(batch, reward, **seen)
+        state, _ = made.programs.update(state, credited)
+        numbers = made.token_stats(state.params, batch, reward, credited, ROWS)
     alone = lambda params: jax.tree.map(jnp.asarray, jax.device_get(params))
     scores = np.asarray(SCORES[4:])
     advantage = (scores - scores.mean()) / (scores.std(ddof=1) + 1e-6)

@@ -113,16 +113,16 @@ def test_nothing_to_learn_from_changes_nothing_and_has_no_nan(pack):
     objective = Objective(advantage=advantages.grpo, penalties=((1e-3, kl.k3),))
     params = tiny.policy()[1]
     state = update.init_state(params, optimizer := optimizers.adamw(1e-2))
-    programs = tiny.step(
+    made = tiny.step(
         Policy(), objective, optimizer, Collator(8, 14, minibatches=2, pack=pack, round_to=4), MESH, state,
         reference=jax.tree.map(lambda x: 1.01 * x, params), drop_constant_groups=True,
     )  # fmt: skip
 
     def step(state, rewards):
         groups = graded(*rewards)
-        batch, reward = programs.batch(groups)
-        scores, described = programs.score(state.params, batch, groups)
-        state, visits = programs.update(state, programs.credit(batch, reward, **scores))
+        batch, reward = made.batch(groups)
+        scores, described = made.score(state.params, batch, groups)
+        state, visits = made.programs.update(state, made.programs.credit(batch, reward, **scores))
         return state, reinforce.describe_update(visits, described, {})
 
     before = jax.device_get(state.params)
@@ -152,13 +152,13 @@ def test_with_ratios_of_the_sampler_its_log_probs_are_the_old_ones():
     optimizer = optimizers.adamw(1e-2)
     state = update.init_state(tiny.policy()[1], optimizer)
     for its_own in (False, True):
-        programs = tiny.step(
+        made = tiny.step(
             Policy(), Objective(advantages.grpo), optimizer, Collator(8, 14, round_to=4), MESH, state,
             sampler_ratios=its_own,
         )  # fmt: skip
         groups = graded(*[RIGHT, WRONG] * 4)
-        batch, _ = programs.batch(groups)
-        old = batch.layout.to_rows(programs.score(state.params, batch, groups)[0]["old_logp"])
+        batch, _ = made.batch(groups)
+        old = batch.layout.to_rows(made.score(state.params, batch, groups)[0]["old_logp"])
         assert np.array_equal(old, batch.sampler_logp) == its_own
 
 
